@@ -14,6 +14,7 @@ times to measurements.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -42,6 +43,7 @@ from te_transform.plan.rule import Outcome
 from te_transform.plan.work import Work, computed, moved_bytes, numbers_in, sizes_of
 
 BACKWARD = 2.0  # work of a backward, relative to its forward
+WAITING = "waiting for the CPU"
 _PADS = "pad_vocabulary"  # the rule that pads products
 
 
@@ -219,15 +221,18 @@ class Way:
 
     def gpu_seconds(self, work: Work, times: dict[str, float]) -> float:
         """Return the GPU seconds of a call."""
-        return (
-            work.products * times["product"]
-            + work.odd_products * times["product, odd"]
-            + work.in_fp8 * times["product in FP8"]
-            + work.quantized * times["quantized"]
-            + work.attention * times["attention"]
-            + work.bytes * times[self.bytes]
-            + work.operations * times["launch"]
-        )
+        return sum(self.gpu_classes(work, times).values())
+
+    def gpu_classes(self, work: Work, times: dict[str, float]) -> dict[str, float]:
+        """Return the GPU seconds of a call by class of operations."""
+        products = work.products * times["product"] + work.odd_products * times["product, odd"]
+        return {
+            "products": products + work.in_fp8 * times["product in FP8"],
+            "quantization": work.quantized * times["quantized"],
+            "attention": work.attention * times["attention"],
+            "norms, activations, copies": work.bytes * times[self.bytes],
+            "kernel launches": work.operations * times["launch"],
+        }
 
 
 FUSED = Way("bytes, fused", "call, fused")
@@ -283,9 +288,19 @@ def predicted_seconds(
     plans: Sequence[tuple[str, Plan]], options: Options, precision: PrecisionPlan | None, training: bool
 ) -> float:
     """Return the seconds of a call with these options; works_of() documents the arguments."""
+    return sum(predicted_classes(plans, options, precision, training).values())
+
+
+def predicted_classes(
+    plans: Sequence[tuple[str, Plan]], options: Options, precision: PrecisionPlan | None, training: bool
+) -> dict[str, float]:
+    """Return the seconds of a call by class of operations, with the time in which the GPU waits for the CPU."""
     works = works_of(plans, way_of(options), precision, training)
-    gpu = sum(way.gpu_seconds(work, TIMES) for way, work in works)
-    return max(gpu, sum(way.cpu_seconds(work, TIMES) for way, work in works))
+    found: Counter[str] = Counter()
+    for way, work in works:
+        found.update(way.gpu_classes(work, TIMES))
+    waiting = sum(way.cpu_seconds(work, TIMES) for way, work in works) - found.total()
+    return {kind: seconds for kind, seconds in {**found, WAITING: waiting}.items() if seconds > 0}
 
 
 def priced(

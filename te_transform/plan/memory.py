@@ -10,8 +10,10 @@ twice, as it is and transposed.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 
 import torch
 from torch import Tensor, fx, nn
@@ -36,6 +38,17 @@ from te_transform.plan.precision_plan import PrecisionPlan
 from te_transform.plan.rule import stored_in
 
 _EIGHTY_GIB = 80 * 2**30
+_FUSED = {
+    "products": (plain.Linear, plain.LayerNormLinear),
+    "attention": (plain.DotProductAttention,),
+    "loss": (plain.CrossEntropy, ChunkedLoss),
+}
+_CALLED = {
+    "products": {ops.linear, torch.matmul, torch.bmm},
+    "attention": {ops.sdpa},
+    "norms": {*ops.NORMS},
+    "loss": {ops.cross_entropy},
+}
 _KEEP_NOTHING = {torch.add, torch.sub, torch.neg, torch.cat, ops.cast, ops.rope}
 
 
@@ -45,7 +58,8 @@ class Memory:
 
     `kept` is the memory that autograd holds at the end of the forward. `peak` is the maximum at any time,
     including gradients and excluding weights. `optimizer` is the state of AdamW, two numbers per trained
-    parameter element. Allocators need a little more.
+    parameter element. `classes` divides `peak` by what the bytes hold: gradients, temporary tensors, and
+    saved tensors by class of operations. Allocators need a little more.
     """
 
     inputs: str
@@ -53,6 +67,7 @@ class Memory:
     gradients: int
     kept: int
     peak: int
+    classes: Mapping[str, int] = field(default_factory=dict, compare=False)
 
     @property
     def optimizer(self) -> int:
@@ -114,6 +129,7 @@ class _Step:
     gradients: int = 0  # of its weights
     in_place: bool = False  # True if the backward writes into the saved tensors
     released: int = 0  # bytes that can be freed after its backward
+    kind: str = "elementwise"  # its class
 
     @property
     def flowing(self) -> int:
@@ -139,8 +155,8 @@ def predict(
     steps = [step for piece in pieces for step in _steps(*piece, fp8, is_last=piece is pieces[-1])]
     outputs = sum(bytes_of(storage) for _, plan in pieces[-1:] for storage in _outputs(plan))
     gradients = sum(_size(parameter) for parameter in parameters if parameter.requires_grad)
-    kept, peak = _simulated(steps, outputs, gradients)
-    return Memory(inputs, sum(map(_size, parameters)), gradients, kept, peak)
+    kept, classes = _simulated(steps, outputs, gradients)
+    return Memory(inputs, sum(map(_size, parameters)), gradients, kept, classes.total(), classes)
 
 
 def kept_by_site(prefix: str, plan: Plan, precision: PrecisionPlan | None) -> dict[Site, int]:
@@ -149,15 +165,21 @@ def kept_by_site(prefix: str, plan: Plan, precision: PrecisionPlan | None) -> di
     return {site: steps[site.node].released for site in plan.sites if site.node in steps}
 
 
-def _simulated(steps: list[_Step], outputs: int, gradients: int) -> tuple[int, int]:
-    """Return the bytes saved after the forward, and the peak; the caller keeps the outputs."""
-    kept = peak = held = outputs + sum(step.released for step in steps)
-    grown = 0
+def _simulated(steps: list[_Step], outputs: int, gradients: int) -> tuple[int, Counter[str]]:
+    """Return the bytes saved after the forward, and the peak by class; the caller keeps the outputs."""
+    held = Counter({"outputs": outputs})
+    for step in steps:
+        held[step.kind] += step.released
+    kept, grown, peak = held.total(), 0, held.copy()
     for step in reversed(steps):
         grown += step.gradients
-        peak = max(peak, held + grown + step.transient + step.flowing)
-        held -= step.released
-    return kept, max(peak, held + gradients)
+        now = held.total() + grown + step.transient + step.flowing
+        if now > peak.total():
+            peak = held + Counter({"gradients": grown, "temporary": step.transient + step.flowing})
+        held[step.kind] -= step.released
+    if held.total() + gradients > peak.total():
+        peak = held + Counter({"gradients": gradients})
+    return kept, peak
 
 
 def _steps(prefix: str, plan: Plan, fp8: _FP8, is_last: bool) -> list[_Step]:
@@ -167,7 +189,9 @@ def _steps(prefix: str, plan: Plan, fp8: _FP8, is_last: bool) -> list[_Step]:
     for node in _trained(plan.canonical):
         site = sites.get(node)
         inside = site in paths and f"{prefix}.{paths[site]}".strip(".") in fp8.paths
-        steps.append(_of_operation(node) if site is None else _of_site(site, inside, fp8.is_delayed))
+        step = _of_operation(node) if site is None else _of_site(site, inside, fp8.is_delayed)
+        step.kind = _class(node, site)
+        steps.append(step)
     needed: dict[fx.Node, int] = {}  # storage -> the operation whose backward needs it last
     for index, step in enumerate(steps):
         step.released = step.own
@@ -180,6 +204,13 @@ def _steps(prefix: str, plan: Plan, fp8: _FP8, is_last: bool) -> list[_Step]:
         if storage.op != "placeholder":  # the caller allocated the inputs
             steps[index].released += bytes_of(storage)
     return steps
+
+
+def _class(node: fx.Node, site: Site | None) -> str:
+    """Return the class of an operation, or of the fused op that replaces it."""
+    fused = (kind for kind, ops_of in _FUSED.items() if site is not None and isinstance(site.fused, ops_of))
+    named = (kind for kind, targets in _CALLED.items() if node.target in targets)
+    return next(chain(fused, named), "elementwise")
 
 
 def _outputs(plan: Plan) -> set[fx.Node]:

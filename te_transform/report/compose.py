@@ -19,6 +19,7 @@ from te_transform.plan.active import why_inactive
 from te_transform.plan.assign import path_below, product_paths
 from te_transform.plan.match import Plan
 from te_transform.plan.options import Options
+from te_transform.plan.overview import overview_of
 from te_transform.plan.precision_plan import PrecisionPlan
 from te_transform.plan.quantized_modules import quantized_modules
 from te_transform.plan.rule import Outcome, Rule
@@ -66,6 +67,7 @@ def compose(
     outcomes = tuple(_outcomes(found, {path for path, _ in model.named_modules()}))
     priced = any(outcome.seconds is not None for own in found for outcome in own)
     step = memory.predict(plans, model.parameters(), inputs, inside) if predicted else None
+    overview = overview_of(plans, options, inside, model.training, model.parameters(), step)
     parts = tuple(_parts(plans))  # after `found`, which writes each site's outcome to its node
     largest = max(parts, key=lambda part: len(part.after.nodes), default=Part((), fx.Graph(), fx.Graph()))
     captured = [(path, plan.captured) for path, plan in plans]
@@ -95,6 +97,7 @@ def compose(
         inputs=inputs,
         parts=parts,
         rules=tuple(rule.name for rule in options.passes),
+        overview=overview,
     )
 
 

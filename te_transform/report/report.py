@@ -22,6 +22,7 @@ from te_transform.graph.keywords import did_you_mean
 from te_transform.graph.nodes import called, name_in_model, path_of
 from te_transform.passes import CATALOGUE
 from te_transform.plan.memory import Memory
+from te_transform.plan.overview import Overview
 from te_transform.plan.precision_plan import PrecisionPlan
 from te_transform.plan.rule import Outcome
 from te_transform.report import drawing
@@ -63,6 +64,7 @@ class Report:
         rules: the names of the rules that ran.
         fallbacks: the number of calls of captured graphs that did not run compiled or as CUDA graphs as
             requested, by reason.
+        overview: the predicted time and memory of a call by class of operations, before and after.
     """
 
     model: str
@@ -81,6 +83,7 @@ class Report:
     parts: tuple[Part, ...] = ()
     rules: tuple[str, ...] = ()
     fallbacks: Mapping[str, int] = field(default_factory=dict)
+    overview: Overview | None = None
 
     def __deepcopy__(self, memo: dict) -> Report:
         return self  # frozen: copies of a converted model share it
