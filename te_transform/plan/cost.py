@@ -294,7 +294,7 @@ def predicted_seconds(
 def predicted_classes(
     plans: Sequence[tuple[str, Plan]], options: Options, precision: PrecisionPlan | None, training: bool
 ) -> dict[str, float]:
-    """Return the seconds of a call by class of operations, with the time in which the GPU waits for the CPU."""
+    """Return the seconds of a call by class of operations, and those in which the GPU waits for the CPU."""
     works = works_of(plans, way_of(options), precision, training)
     found: Counter[str] = Counter()
     for way, work in works:

@@ -244,6 +244,10 @@ def _of_operation(node: fx.Node) -> _Step:
         return _Step(node, data)
     if node.target is ops.dropout:
         return _Step(node, own=numel_of(node))
+    if node.target is ops.sdpa and "softmax" in node.meta.get("spelled", ()):
+        query, key = node.args[:2]  # written out: saves the softmax, and its backward has two such gradients
+        scores = numel_of(query) // shape_of(query)[-1] * shape_of(key)[-2] * dtype_of(node).itemsize
+        return _Step(node, data, own=scores, transient=2 * scores)
     return _Step(node, data)
 
 
