@@ -1,50 +1,64 @@
-"""Lay out the blocks of a model for drawing: equal blocks once, each operation above its readers."""
+"""The blocks of a model, before and after side by side; equal blocks, such as the layers, are one."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
+from typing import Literal
 
-import networkx
 from torch import fx
 
 from te_transform.graph.nodes import called, name_in_model
 from te_transform.page.details import argument_text, detail
+from te_transform.page.division import Piece, divided
+from te_transform.page.pairs import Pair, is_bookkeeping, is_merged
 from te_transform.plan.rule import Outcome
-from te_transform.report.drawing import Part, block_of, by_block, described, module_text
+from te_transform.report.drawing import Part, described, module_text
 from te_transform.report.places import listed
+
+Kind = Literal["", "input", "port", "minor", "merged"]
+Side = Literal["before", "after"]
 
 
 @dataclass(frozen=True)
 class DrawnOperation:
-    """An operation, drawn in a row and a column of its block.
+    """An operation of a block.
 
-    `rule` names the rule that fused it, "" for a captured operation. `reads` are the indices, in the block,
-    of the operations that it reads.
+    Attributes:
+        title: its name.
+        value: dtype and shape of the result, or "".
+        rule: the name of the rule that fused it, "" for a captured operation.
+        kind: "input" of the model, "port" to or from another block, "minor" for bookkeeping, "merged" for the
+            parts of a merged product, "" for others.
+        detail: the text that a click shows.
+        pair: a number that it shares with the operations that compute the same on the other side.
+        reads: the places of the operations that it reads, on the same side.
     """
 
     title: str
     value: str
     rule: str
+    kind: Kind
     detail: str
+    pair: int
     reads: tuple[int, ...]
-    row: int
-    column: float
 
 
 @dataclass(frozen=True)
 class Block:
     """A part of the model before and after; `paths` are the module paths of all parts that are equal in both.
 
-    `refused` are the refused sites of the part, with their paths relative to it.
+    `refused` are the refused sites of the part, with their paths relative to it. `sources` are the numbers of
+    the blocks whose values it reads.
     """
 
     paths: tuple[str, ...]
     before: tuple[DrawnOperation, ...]
     after: tuple[DrawnOperation, ...]
     refused: tuple[Outcome, ...]
+    sources: tuple[int, ...] = ()
 
     @property
     def name(self) -> str:
@@ -56,38 +70,41 @@ class Block:
 
 
 def blocks_of(parts: Iterable[Part], refused: Sequence[Outcome] = ()) -> list[Block]:
-    """Return the blocks of all captured graphs; equal blocks, such as the layers of a model, become one.
-
-    A graph without numbered modules, such as the graph of one layer that all layers share, is one block.
-    """
-    alike: dict[tuple, tuple[list[str], list[Sequence[fx.Node]]]] = {}
+    """Return the blocks of all captured graphs in the order of data flow; equal pieces become one block."""
+    alike: dict[tuple, list[Piece]] = {}
+    told: dict[tuple, tuple[Outcome, ...]] = {}
     for part in parts:
-        members = [_members(graph) for graph in (part.before, part.after)]
-        sites = _refused_in(part, refused, is_one=all(nodes.keys() <= {""} for nodes in members))
-        for path in dict.fromkeys(chain(*members)):
-            nodes = [found.get(path, ()) for found in members]
-            signatures = [_signature(path, each) for each in nodes]
-            key = (_unnumbered(_joined(part.paths[0], path)), *signatures, tuple(sites.get(path, ())))
-            paths, _ = alike.setdefault(key, ([], nodes))
-            paths += [_joined(own, path) for own in part.paths]
-    return [
-        Block(tuple(dict.fromkeys(paths)), *map(_laid_out, nodes), told)
-        for (*_, told), (paths, nodes) in alike.items()
-    ]
+        pieces = divided(part)
+        for piece in pieces:
+            sites = tuple(_refused_in(piece, pieces, refused))
+            key = _shape(piece), sites
+            alike.setdefault(key, []).append(piece)
+            told[key] = sites
+    names = [listed(path for piece in pieces for path in piece.paths) for pieces in alike.values()]
+    home = {
+        node: (number, pair)
+        for number, pieces in enumerate(alike.values())
+        for piece in pieces
+        for pair in piece.pairs
+        for node in (*pair.before, *pair.after)
+    }
+    found = []
+    for number, (key, pieces) in enumerate(alike.items()):
+        sketch = _Sketch(number, pieces, home, names)
+        paths = dict.fromkeys(path for piece in pieces for path in piece.paths)
+        before, after = sketch.side("before"), sketch.side("after")
+        found.append(Block(tuple(paths), before, after, told[key], tuple(sorted(sketch.sources))))
+    return found
 
 
-def _refused_in(part: Part, refused: Iterable[Outcome], is_one: bool) -> dict[str, list[Outcome]]:
-    """Return the refused sites of each block of a captured graph, with paths relative to the block."""
-    sites: dict[str, list[Outcome]] = {}
+def _refused_in(piece: Piece, pieces: Sequence[Piece], refused: Iterable[Outcome]) -> Iterator[Outcome]:
+    """Yield the refused sites in a piece, with paths relative to it; the innermost piece has the site."""
+    others = [other.paths[0] for other in pieces if len(other.paths[0]) > len(piece.paths[0])]
+    first = next(other for other in pieces if other.path == piece.path)
     for site in refused:
-        if (path := _below(part.paths[0], site.path)) is not None:
-            block = "" if is_one else block_of(path)
-            sites.setdefault(block, []).append(replace(site, path=path.removeprefix(block).strip(".")))
-    return sites
-
-
-def _joined(path: str, inner: str) -> str:
-    return ".".join(filter(None, (path, inner)))
+        inner = _below(piece.paths[0], site.path)
+        if piece is first and inner is not None and all(_below(other, site.path) is None for other in others):
+            yield replace(site, path=inner)
 
 
 def _below(path: str, inner: str) -> str | None:
@@ -97,71 +114,111 @@ def _below(path: str, inner: str) -> str | None:
     return inner.removeprefix(f"{path}.") if inner.startswith(f"{path}.") else None
 
 
-def _members(graph: fx.Graph) -> dict[str, list[fx.Node]]:
-    nodes = [node for node in graph.nodes if not name_in_model(node) and node.op != "output"]
-    numbered = any(part.isdecimal() for node in nodes for part in module_text(node).split("."))
-    return by_block(nodes) if numbered or not nodes else {"": nodes}
+def _shape(piece: Piece) -> tuple:
+    """Return a key that is equal for pieces drawn as one."""
+    path = re.sub(r"(?<![^.])\d+(?![^.])", "*", piece.paths[0])
+    return path, *(tuple(_told(piece, side)) for side in ("before", "after"))
 
 
-def _signature(path: str, nodes: Sequence[fx.Node]) -> tuple:
-    """Return the operations of a block in a form that is equal for blocks drawn as one."""
-    places = {node: place for place, node in enumerate(nodes)}
+def _told(piece: Piece, side: Side) -> Iterator[tuple]:
+    """Yield the operations of one side in a form that is equal for equal pieces."""
+    nodes = [(node, place) for place, pair in enumerate(piece.pairs) for node in getattr(pair, side)]
+    places = {node: place for place, (node, _) in enumerate(nodes)}
 
-    def told(argument: fx.Node) -> str:
-        return f"%{places[argument]}" if argument in places else described(argument)
+    def argument(node: fx.Node) -> str:
+        return f"%{places[node]}" if node in places else described(node)
 
-    operations = (
-        (
-            _rule(node) or _spelled(node),
-            described(node),
-            module_text(node).removeprefix(path),
-            str(fx.node.map_arg((node.args, node.kwargs), told)),
-        )
-        for node in nodes
-    )
-    return tuple(operations)
-
-
-def _spelled(node: fx.Node) -> str:
-    """Return the name of the call; numbers in an input's name become "*", such as a cache tensor's layer."""
-    return re.sub(r"\d+", "*", called(node)) if node.op == "placeholder" else called(node)
-
-
-def _unnumbered(path: str) -> tuple[str, ...]:
-    return tuple("*" if part.isdecimal() else part for part in path.split("."))
+    for node, pair in nodes:
+        arguments = str(fx.node.map_arg((node.args, node.kwargs), argument))
+        module = module_text(node).removeprefix(piece.path)
+        yield _rule(node) or called(node), described(node), module, arguments, pair
 
 
 def _rule(node: fx.Node) -> str:
     return node.meta.get("fused", "")
 
 
-def _title(node: fx.Node) -> str:
-    return _rule(node) or (argument_text(node) if node.op == "placeholder" else called(node))
+def _named(node: fx.Node) -> str:
+    """Return the name of a value in the model's code, without the number that tells it from others."""
+    return re.sub(r"_\d+$", "", node.meta.get("origin") or _rule(node) or node.name)
 
 
-def _reads(node: fx.Node, places: dict[fx.Node, int]) -> tuple[int, ...]:
-    return tuple(places[source] for source in node.all_input_nodes if source in places)
+class _Sketch:
+    """The drawing of a block: the operations of its first piece, with inputs, and ports to other blocks.
+
+    Attributes:
+        number: of the block.
+        pieces: of captured graphs that the block shows as one.
+        home: the number of the block and the pair of each operation of the model.
+        names: of all blocks.
+        pairs: the numbers of the pairs and ports in the drawing.
+        sources: the numbers of the other blocks whose values this one reads.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        pieces: Sequence[Piece],
+        home: dict[fx.Node, tuple[int, Pair]],
+        names: Sequence[str],
+    ):
+        self.number, self.pieces, self.home, self.names = number, pieces, home, names
+        self.pairs: dict[object, int] = {pair: place for place, pair in enumerate(pieces[0].pairs)}
+        self.sources: set[int] = set()
+
+    def side(self, side: Side) -> tuple[DrawnOperation, ...]:
+        """Return the operations of one side."""
+        columns = [piece.nodes(side) for piece in self.pieces]
+        outside = [*zip(*map(_read_from_outside, columns), strict=False)]
+        drawn = [self._entry(same) for same in outside]
+        places = {node: place for place, node in enumerate((*(same[0] for same in outside), *columns[0]))}
+        for node in columns[0]:
+            kind: Kind = "merged" if is_merged(node) else "minor" if is_bookkeeping(node) else ""
+            reads = tuple(places[source] for source in node.all_input_nodes if source in places)
+            title, pair = _rule(node) or called(node), self.pairs[self.home[node][1]]
+            drawn.append(DrawnOperation(title, described(node), _rule(node), kind, detail(node), pair, reads))
+        own = [{*column} for column in columns]
+        exits = (self._exit(same, own, places[same[0]]) for same in zip(*columns, strict=True))
+        return (*drawn, *chain.from_iterable(exits))
+
+    def _entry(self, same: Sequence[fx.Node]) -> DrawnOperation:
+        """Return the port of a value from outside, given by one node for each piece."""
+        node = same[0]
+        _, source = self.home.get(node, (None, node.name))
+        pair = self.pairs.setdefault(("from", source), len(self.pairs))
+        if node.op == "placeholder":
+            return DrawnOperation(argument_text(node), described(node), "", "input", detail(node), pair, ())
+        numbers = dict.fromkeys(self.home[each][0] for each in same if each in self.home)
+        self.sources.update(numbers.keys() - {self.number})
+        told = f"from {self._blocks(numbers, 'the layer before')}"
+        return DrawnOperation(_named(node), told, "", "port", f"{detail(node)}\n{told}", pair, ())
+
+    def _exit(
+        self, same: Sequence[fx.Node], columns: Sequence[set[fx.Node]], place: int
+    ) -> Iterator[DrawnOperation]:
+        """Yield a port if other blocks read a value, or if the graph returns it.
+
+        Args:
+            same: the value in each piece.
+            columns: the operations of each piece.
+            place: the place of the value in the drawing.
+        """
+        readers = [u for node, own in zip(same, columns, strict=True) for u in node.users if u not in own]
+        if not readers:
+            return
+        numbers = dict.fromkeys(self.home[user][0] for user in readers if user in self.home)
+        told = [self._blocks(numbers, "the next layer")] if numbers else []
+        told += ["the output"] * any(user.op == "output" for user in readers)
+        pair = self.pairs.setdefault(("to", self.home[same[0]][1]), len(self.pairs))
+        text = f"to {', '.join(told)}"
+        yield DrawnOperation(_named(same[0]), text, "", "port", f"{detail(same[0])}\n{text}", pair, (place,))
+
+    def _blocks(self, numbers: Iterable[int], own: str) -> str:
+        return ", ".join(own if number == self.number else self.names[number] for number in numbers)
 
 
-def _laid_out(nodes: Sequence[fx.Node]) -> tuple[DrawnOperation, ...]:
-    """Place each node in the row above its first reader, ordered by the columns of the nodes it reads."""
-    places = {node: place for place, node in enumerate(nodes)}
-    reads = [_reads(node, places) for node in nodes]
-    graph = networkx.DiGraph((place, source) for place, sources in enumerate(reads) for source in sources)
-    graph.add_nodes_from(range(len(nodes)))
-    rows, columns = [0] * len(nodes), [0.0] * len(nodes)
-    from_below = [*networkx.topological_generations(graph)]
-    for row, generation in enumerate(reversed(from_below)):
-        wanted = {place: _mean(columns[source] for source in reads[place]) for place in generation}
-        ordered = sorted(generation, key=lambda place: (wanted[place], place))
-        for column, place in enumerate(ordered):
-            rows[place], columns[place] = row, column - (len(ordered) - 1) / 2
-    return tuple(
-        DrawnOperation(_title(node), described(node), _rule(node), detail(node), *laid)
-        for node, laid in zip(nodes, zip(reads, rows, columns, strict=True), strict=True)
-    )
-
-
-def _mean(numbers: Iterable[float]) -> float:
-    found = list(numbers)
-    return sum(found) / len(found) if found else 0.0
+def _read_from_outside(nodes: Sequence[fx.Node]) -> list[fx.Node]:
+    """Return the values that operations read from others, without the model's tensors, in reading order."""
+    own = {*nodes}
+    sources = dict.fromkeys(source for node in nodes for source in node.all_input_nodes)
+    return [source for source in sources if source not in own and not name_in_model(source)]

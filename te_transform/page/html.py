@@ -1,115 +1,49 @@
 """Write the HTML of a page: one self-contained file that loads nothing from the network.
 
-The model is drawn block by block, as captured and as converted. A script in the page handles clicks, keys and
-the search; without the script, all content is still readable.
+Tables hold all content. page.js draws each block from its data, with the layout of dagre.js, when the block comes
+into view.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from html import escape
+from importlib import resources
 
 from te_transform.execution.timing import duration
+from te_transform.page.bars import computes
 from te_transform.page.blocks import Block, DrawnOperation
+from te_transform.page.colors import hue_of
 from te_transform.plan.rule import Outcome
 from te_transform.report.places import Places
 
-_WIDE, _HIGH, _GAP = 130, 38, 14  # width and height of an operation's box, gap between boxes, in pixels
-_LETTERS = 19  # letters that fit into a box
-
-_STYLE = """
-:root { color-scheme: light dark; }
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 100rem; margin: 2rem auto; padding: 0 1rem; }
-h1 { font-size: 1.3rem; overflow-wrap: anywhere; }
-table { border-collapse: collapse; width: 100%; margin: 1rem 0 2rem; }
-th, td { text-align: left; vertical-align: top; padding: .3rem 1rem .3rem 0; border-bottom: 1px solid #8886; }
-td { overflow-wrap: anywhere; }
-dl { display: grid; grid-template-columns: max-content 1fr; gap: .1rem 1rem; font-size: .9rem; }
-dd { margin: 0; overflow-wrap: anywhere; }
-td:first-child, td code { overflow-wrap: normal; }
-.count { text-align: right; white-space: nowrap; }
-pre { overflow-x: auto; font-size: 12.5px; line-height: 1.4; }
-mark { background: #76b90055; color: inherit; }
-#search { font: inherit; width: min(24rem, 100%); padding: .3rem .6rem; }
-.pair { display: grid; grid-template-columns: repeat(2, minmax(0, 1fr)); gap: 1rem; }
-figure { margin: 0 0 1rem; overflow-x: auto; border: 1px solid #8886; border-radius: .5rem; }
-figcaption { position: sticky; left: 0; padding: .4rem .7rem; overflow-wrap: anywhere; }
-svg { display: block; margin: 0 auto; font: 11.5px system-ui, sans-serif; }
-svg text { fill: currentColor; text-anchor: middle; }
-svg .value { opacity: .65; font-size: 10px; }
-svg path { fill: none; stroke: #888; }
-svg rect { fill: color-mix(in srgb, Canvas 88%, gray); stroke: #8888; }
-.fused rect { --color: hsl(var(--hue) 70% 50%);
-  fill: color-mix(in srgb, Canvas 65%, var(--color)); stroke: var(--color); }
-.operation { cursor: pointer; }
-.operation:focus { outline: none; }
-.operation:focus rect, .operation.open rect { stroke: currentColor; stroke-width: 2.5; }
-.searching .operation:not(.found), .searching tr.row:not(.found) { opacity: .2; }
-.key i { background: hsl(var(--hue) 70% 50% / .6); display: inline-block; width: .8em; height: .8em; }
-.key span { margin-right: 1.2rem; white-space: nowrap; }
-#detail { position: fixed; right: 1rem; bottom: 1rem; max-width: min(44rem, 100% - 4rem); max-height: 45vh;
-  overflow: auto; padding: .8rem 1rem; border: 1px solid #888; border-radius: .5rem; background: Canvas;
-  white-space: pre-wrap; overflow-wrap: anywhere; font: 12.5px/1.5 ui-monospace, monospace; }
-@media (max-width: 48rem) {
-  .pair { grid-template-columns: minmax(0, 1fr); }
-  table { font-size: .8rem; }
-  th, td { padding-right: .5rem; }
-  ul { padding-left: 1.2rem; }
-}
-td ul { margin: 0; padding-left: 1rem; }
-"""
-
-# The script inserts text only as text content: the name of a module cannot inject HTML.
-_SCRIPT = """
-const all = [...document.querySelectorAll(".operation, tr.row")];
-const detail = document.getElementById("detail"), search = document.getElementById("search");
-function close() {
-  detail.hidden = true;
-  document.querySelectorAll(".open").forEach(each => each.classList.remove("open"));
-}
-function open(operation) {
-  close();
-  operation.classList.add("open");
-  detail.textContent = operation.dataset.detail;
-  detail.hidden = false;
-}
-document.addEventListener("click", event => {
-  const operation = event.target.closest(".operation");
-  operation ? open(operation) : detail.contains(event.target) || close();
-});
-document.addEventListener("keydown", event => {
-  if (event.key === "Escape") { close(); search.value = ""; find(); }
-  else if (event.target === search) return;
-  else if (event.key === "/") { search.focus(); event.preventDefault(); }
-  else if ((event.key === "Enter" || event.key === " ") && event.target.matches(".operation")) {
-    open(event.target);
-    event.preventDefault();
-  }
-});
-function find() {
-  const words = search.value.toLowerCase().split(" ").filter(Boolean);
-  document.body.classList.toggle("searching", words.length > 0);
-  for (const each of all) {
-    const text = (each.dataset.detail || each.textContent).toLowerCase();
-    each.classList.toggle("found", words.every(word => text.includes(word)));
-  }
-}
-search.addEventListener("input", find);
-"""
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
+_HINT = "<p>Click an operation to see what it computes, and what it replaces.</p>"
+_OTHERS = "<span>dashed: a value from or for another block</span><span>round, solid: an input of the model</span>"
+_MERGED = (
+    "<b>join</b> holds the weights of several linears, which are adjacent in memory: one product computes all "
+    "of them. <b>columns</b> is the part of its result that belongs to one linear, a view."
+)
 
 
-def summary(
-    title: str, about: Mapping[str, str], fused: list[Places], refused: list[Places], notes: Iterable[str]
-) -> str:
-    """Return the subject, the tables and the notes of a report as an HTML fragment."""
-    told = "".join(f"<dt>{name}</dt><dd>{escape(text)}</dd>" for name, text in about.items() if text)
-    why = ("why not",) * any(places.reasons for places in fused)
-    tables = [_table("fused", ("rule", "fused", "active", "where", *why), fused)] if fused else []
-    tables += [_table("refused", ("rule", "refused", "where", "why not"), refused)] if refused else []
-    listed = "".join(f"<li>{escape(note)}</li>" for note in notes)
-    head = [f"<h1>{escape(title)}</h1>", f"<dl>{told}</dl>"]
-    return "\n".join([*head, *tables, *([f"<ul>{listed}</ul>"] if listed else [])])
+@cache
+def _asset(name: str) -> str:
+    return resources.files("te_transform.page").joinpath(name).read_text("utf-8")
+
+
+def whole(title: str, body: str, blocks: Sequence[Block]) -> str:
+    """Return a page with `body`, and the drawn blocks below it."""
+    fitting = '<meta name="viewport" content="width=device-width, initial-scale=1">'
+    policy = f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
+    head = f'<meta charset="utf-8">{policy}{fitting}<title>{escape(title)}</title><style>{_asset("page.css")}</style>'
+    drawn = _model(blocks) if blocks else ""
+    detail = f'<aside id="detail" aria-live="polite">{_HINT}</aside>'
+    scripts = f"<script>{_asset('dagre.js')}</script><script>{_asset('page.js')}</script>" if blocks else ""
+    main = f"<main>{body}{drawn}</main>{detail}"
+    return f'<!doctype html>\n<html lang="en"><head>{head}</head><body>{main}{scripts}</body></html>\n'
 
 
 def in_frame(body: str, whole_page: str) -> str:
@@ -118,95 +52,137 @@ def in_frame(body: str, whole_page: str) -> str:
     return f"{body}\n<details><summary>before and after, block by block</summary>{frame}</details>"
 
 
+def heading(title: str) -> str:
+    return f"<h1>{escape(title)}</h1>"
+
+
+def facts(about: Mapping[str, str]) -> str:
+    """Return what a report is about."""
+    told = "".join(f"<dt>{name}</dt><dd>{escape(text)}</dd>" for name, text in about.items() if text)
+    return f"<dl>{told}</dl>"
+
+
+def notes_of(notes: Iterable[str]) -> str:
+    """Return sentences as a collapsed list."""
+    listed = "".join(f"<li>{escape(note)}</li>" for note in notes)
+    return f'<details class="notes"><summary>notes</summary><ul>{listed}</ul></details>' if listed else ""
+
+
+def tables(fused: Sequence[Places], refused: Sequence[Places]) -> str:
+    """Return the tables of refused and of fused sites."""
+    why = ("why not",) * any(places.reasons for places in fused)
+    found = []
+    if refused:
+        table = _table("refused", ("rule", "refused", "where", "why not"), refused)
+        found.append(f"<h2>What would gain most</h2>{table}")
+    if fused:
+        table = _table("fused", ("rule", "fused", "active", "where", *why), fused)
+        found.append(f"<h2>What was fused</h2>{table}")
+    return "\n".join(found)
+
+
 def _broken(path: str) -> str:
     """Return a path as HTML with line breaks allowed after its dots, except inside ranges such as {0..3}."""
     return re.sub(r"(?<!\.)\.(?!\.)", ".<wbr>", escape(path))
 
 
-def _table(name: str, head: tuple[str, ...], rows: list[Places]) -> str:
+def _table(name: str, head: tuple[str, ...], rows: Sequence[Places]) -> str:
     """Return the HTML table of fused or refused sites, with predicted times if they are known."""
     priced = "saves" if name == "fused" else "costs"
     place = head.index("where")
     head = (*head[:place], *[priced] * any(places.saved for places in rows), *head[place:])
     numbers = (name, "active", priced)
-    named = (f"<th{' class=count' * (text in numbers)}>{text}</th>" for text in head)
-    lines = [f'<table class="{name}">', f"<tr>{''.join(named)}</tr>"]
+    named = (f'<th{" class=count" * (text in numbers)} scope="col">{text}</th>' for text in head)
+    lines = [f'<table class="sites {name}">', f"<tr>{''.join(named)}</tr>"]
     for places in rows:
         where = "<br>".join(f"<code>{_broken(path)}</code> x{count}" for path, count in places.patterns)
-        cells = f'<td>{escape(places.rule)}</td><td class="count">{places.count}</td>'
-        cells += f'<td class="count">{places.active}</td>' if "active" in head else ""
-        if priced in head:
-            cells += f'<td class="count">{duration(places.saved) if places.saved else ""}</td>'
-        why = "".join(f"<li>{escape(reason)}</li>" for reason in places.reasons)
-        why = f"<td><ul>{why}</ul></td>" if "why not" in head else ""
-        lines.append(f'<tr class="row">{cells}<td>{where}</td>{why}</tr>')
+        cells = {"rule": _chip(places.rule), name: str(places.count), "active": str(places.active)}
+        cells[priced] = duration(places.saved) if places.saved else ""
+        cells["where"] = where
+        cells["why not"] = f"<ul>{''.join(f'<li>{escape(reason)}</li>' for reason in places.reasons)}</ul>"
+        told = (
+            f'<td{" class=count" * (column in numbers)} data-name="{column}">{cells[column]}</td>'
+            for column in head
+        )
+        lines.append(f'<tr class="row">{"".join(told)}</tr>')
     return "\n".join([*lines, "</table>"])
 
 
-def whole(
-    title: str,
-    body: str,
-    drawn: Sequence[Block],
-    listings: Sequence[tuple[str, list[tuple[str, bool]]]],
-) -> str:
-    """Return a page with `body`, the drawn blocks, and the listings of report/drawing.py, collapsed.
-
-    The marked lines of a listing are highlighted.
-    """
-    parts = [body, *_drawing(drawn)]
-    for name, lines in listings:
-        text = "\n".join(f"<mark>{escape(line)}</mark>" if marked else escape(line) for line, marked in lines)
-        parts.append(f"<details><summary>{escape(name)}</summary><pre><code>{text}</code></pre></details>")
-    named = f'<meta charset="utf-8"><title>{escape(title)}</title>'
-    fitting = '<meta name="viewport" content="width=device-width, initial-scale=1">'
-    head = f"{named}{fitting}<style>{_STYLE}</style>"
-    opening = f'<!doctype html>\n<html lang="en"><head>{head}</head><body>'
-    return "\n".join([opening, *parts, f"<script>{_SCRIPT}</script></body></html>\n"])
+def _chip(rule: str) -> str:
+    return f'<span class="chip" style="--hue: {hue_of(rule)}">{escape(rule)}</span>'
 
 
-def _drawing(blocks: Sequence[Block]) -> list[str]:
-    """Return the color key, the search field, and each block before and after, side by side."""
-    rules = sorted({each.rule for block in blocks for each in block.after} - {""})
-    hues = {rule: 360 * number // len(rules) for number, rule in enumerate(rules)}
-    key = "".join(f'<span style="--hue:{hues[rule]}"><i></i> {escape(rule)}</span>' for rule in rules)
-    asked = '<input id="search" type="search" placeholder="search: / " aria-label="search the operations">'
-    pairs = [f'<div class="pair">{_figures(block, hues)}</div>' for block in blocks]
-    detail = '<div id="detail" role="status" hidden></div>'
-    return [f'<p class="key">{key}</p>', f"<p>{asked}</p>", *pairs, detail]
+def _model(blocks: Sequence[Block]) -> str:
+    """Return the color key, the controls, the blocks, and their data for page.js."""
+    rules = dict.fromkeys(each.rule for block in blocks for each in block.after if each.rule)
+    has_merged = any(each.kind == "merged" for block in blocks for each in block.after)
+    key = "".join(map(_chip, rules)) + _OTHERS
+    merged = f'<p class="key">{_chip("merge_siblings")} {_MERGED}</p>' if has_merged else ""
+    asked = '<input id="search" type="search" placeholder="search ( / )" aria-label="search the operations">'
+    minor = '<label><input id="minor" type="checkbox"> views and bookkeeping</label>'
+    every = '<button id="every" type="button">open all</button>'
+    bar = f'<p class="controls">{asked} {minor} {every} <output id="found"></output></p>'
+    drawn = "".join(_block(number, block) for number, block in enumerate(blocks))
+    data = json.dumps([_data(block) for block in blocks], separators=(",", ":")).replace("<", "\\u003c")
+    head = f'<h2>The model, before and after</h2><p class="key">{key}</p>{merged}{bar}'
+    script = f'<script type="application/json" id="data">{data}</script>'
+    return f'<section id="model">{head}<div id="blocks">{drawn}</div>{script}</section>'
 
 
-def _figures(block: Block, hues: dict[str, int]) -> str:
-    name = f"<code>{escape(block.name)}</code>{f' x{block.count}' if block.count > 1 else ''}"
+def _data(block: Block) -> dict:
+    """Return a block for page.js; _listing() has the texts of its operations."""
+    sides = [
+        [[each.title, each.value, each.rule, each.kind, each.pair, each.reads] for each in side]
+        for side in (block.before, block.after)
+    ]
+    hues = {each.rule: hue_of(each.rule) for each in block.after if each.rule}
+    return {"sides": sides, "sources": block.sources, "hues": hues}
+
+
+def _block(number: int, block: Block) -> str:
+    """Return a block, open if something is fused or refused in it."""
+    rules = dict.fromkeys(each.rule for each in block.after if each.rule)
+    counts = [sum(map(computes, side)) for side in (block.before, block.after)]
+    told = f"{_operations(counts[0])}, after: {_operations(counts[1])}" if rules else f"{_operations(counts[0])}, unchanged"
+    several = f' <b class="times">&times; {block.count}</b>' if block.count > 1 else ""
+    chips = "".join(map(_chip, rules))
+    count = f'<span class="chip refusal">{len(block.refused)} refused</span>' if block.refused else ""
+    summary = f'<summary><code>{_broken(block.name)}</code>{several} <span class="told">{told}</span> {chips}{count}</summary>'
     refused = "".join(map(_refusal, block.refused))
-    before = _figure(f"{name}, before: {_counted(block.before)}", block.before, hues)
-    after = _figure(f"{name}, after: {_counted(block.after)}{refused}", block.after, hues)
-    return before + after
+    is_open = " open" if rules or block.refused else ""
+    minor = "" if any(counts) else " minor"
+    return (
+        f'<details class="block{minor}" id="block-{number}" data-block="{number}"{is_open}>{summary}{refused}'
+        f'<div class="drawing"></div>{_equal(block)}{_listing(block)}</details>'
+    )
 
 
-def _counted(operations: Sequence[DrawnOperation]) -> str:
-    return f"{len(operations)} operation{'' if len(operations) == 1 else 's'}"
+def _equal(block: Block) -> str:
+    """Return the list of equal layers, which page.js draws one by one when they are opened."""
+    if block.count == 1:
+        return ""
+    names = "".join(f"<li><code>{_broken(path)}</code></li>" for path in block.paths)
+    return f'<details class="equal"><summary>show each of the {block.count}</summary><ol>{names}</ol></details>'
 
 
-def _figure(caption: str, operations: Sequence[DrawnOperation], hues: dict[str, int]) -> str:
-    if not operations:
-        return f"<figure><figcaption>{caption}</figcaption></figure>"
-    left = -min(each.column for each in operations)
-    right = max(each.column for each in operations)
-    width = round((left + right + 1) * (_WIDE + _GAP))
-    height = (max(each.row for each in operations) + 1) * (_HIGH + _GAP) + _GAP
-    places = [
-        (round((each.column + left) * (_WIDE + _GAP)) + _GAP // 2, each.row * (_HIGH + _GAP) + _GAP)
-        for each in operations
-    ]
-    lines = [
-        _line(places[source], place)
-        for each, place in zip(operations, places, strict=True)
-        for source in each.reads
-    ]
-    boxes = [_box(each, *place, hues) for each, place in zip(operations, places, strict=True)]
-    sizes = f'width="{width}" height="{height}" viewBox="0 0 {width} {height}"'
-    drawn = f"<svg {sizes}>{''.join(lines + boxes)}</svg>"
-    return f"<figure><figcaption>{caption}</figcaption>{drawn}</figure>"
+def _operations(count: int) -> str:
+    return f"{count} operation{'' if count == 1 else 's'}"
+
+
+def _listing(block: Block) -> str:
+    """Return all operations of a block as a table, a row for each pair."""
+    pairs: dict[int, tuple[list[str], list[str]]] = {}
+    for place, side in enumerate((block.before, block.after)):
+        for number, each in enumerate(side):
+            pairs.setdefault(each.pair, ([], []))[place].append(_entry(place, number, each))
+    rows = "".join(f"<tr><td>{''.join(before)}</td><td>{''.join(after)}</td></tr>" for before, after in pairs.values())
+    head = "<tr><th>before</th><th>after</th></tr>"
+    return f'<details class="listing" open><summary>as a table</summary><table>{head}{rows}</table></details>'
+
+
+def _entry(side: int, number: int, operation: DrawnOperation) -> str:
+    name = _chip(operation.rule) if operation.rule else f"<b>{escape(operation.title)}</b>"
+    return f'<div data-operation="{side}-{number}">{name}<pre>{escape(operation.detail)}</pre></div>'
 
 
 def _refusal(site: Outcome) -> str:
@@ -216,24 +192,3 @@ def _refusal(site: Outcome) -> str:
     return (
         f"<details><summary>refused: {escape(site.rule)}{where}{costs}</summary><ul>{reasons}</ul></details>"
     )
-
-
-def _line(source: tuple[int, int], target: tuple[int, int]) -> str:
-    (x, y), (to_x, to_y) = source, target
-    x, y, to_x = x + _WIDE // 2, y + _HIGH, to_x + _WIDE // 2
-    return f'<path d="M{x} {y}C{x} {y + _GAP} {to_x} {to_y - _GAP} {to_x} {to_y}"></path>'
-
-
-def _box(operation: DrawnOperation, x: int, y: int, hues: dict[str, int]) -> str:
-    fused = f' fused" style="--hue:{hues[operation.rule]}' if operation.rule else ""
-    told = f'class="operation{fused}" tabindex="0" role="button" data-detail="{escape(operation.detail)}"'
-    middle = x + _WIDE // 2
-    return (
-        f'<g {told}><rect x="{x}" y="{y}" width="{_WIDE}" height="{_HIGH}" rx="6"></rect>'
-        f'<text x="{middle}" y="{y + 16}">{escape(_cut(operation.title))}</text>'
-        f'<text class="value" x="{middle}" y="{y + 30}">{escape(_cut(operation.value, 4))}</text></g>'
-    )
-
-
-def _cut(text: str, more: int = 0) -> str:
-    return text if len(text) <= _LETTERS + more else f"{text[: _LETTERS + more - 1]}\u2026"

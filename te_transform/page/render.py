@@ -4,38 +4,47 @@ from __future__ import annotations
 
 from te_transform.execution.timing import versions
 from te_transform.graph.nodes import name_in_model
-from te_transform.page.blocks import blocks_of
+from te_transform.page.bars import bars_of_report
+from te_transform.page.blocks import Block, blocks_of
 from te_transform.page.details import argument_text
-from te_transform.page.html import in_frame, summary, whole
-from te_transform.report.drawing import Part, described, listing
+from te_transform.page.html import facts, heading, in_frame, notes_of, tables, whole
+from te_transform.report.drawing import Part, described
 from te_transform.report.places import gather, most_valuable_first
 from te_transform.report.report import Report
 
 
 def page(report: Report) -> str:
     """Return the report as one self-contained page, with both graphs drawn block by block."""
-    parts = report.parts or (Part(("",), report.before, report.after),)
-    listings = [
-        (f"the graph {which}{part.name and f', of {part.name}'}", listing(graph))
-        for part in parts
-        for which, graph in (("before", part.before), ("after", part.after))
-    ]
-    return whole(report.title, _summary(report), blocks_of(parts, report.refused), listings)
+    blocks = drawn_blocks(report)
+    return whole(report.title, body_of(report, blocks), blocks)
 
 
 def notebook(report: Report) -> str:
-    """Return the tables of the report, with the page in a collapsed frame."""
-    return in_frame(_summary(report), page(report))
+    """Return the overview and the tables of the report, with the page in a collapsed frame."""
+    blocks = drawn_blocks(report)
+    body = body_of(report, blocks)
+    return in_frame(body, whole(report.title, body, blocks))
 
 
-def _summary(report: Report) -> str:
+def drawn_blocks(report: Report) -> list[Block]:
+    """Return the blocks of the model; equal layers are one."""
+    return blocks_of(report.parts or (Part(("",), report.before, report.after),), report.refused)
+
+
+def body_of(report: Report, blocks: list[Block]) -> str:
+    """Return the page above the drawing: title, overview, tables, and facts."""
+    charts = f'<section class="charts">{"".join(bars_of_report(report.overview, blocks))}</section>'
+    found = tables(gather(report.fused), most_valuable_first(gather(report.refused)))
+    shown = (heading(report.title), facts(_about(report)), charts, found, notes_of(report.all_notes()))
+    return "\n".join(filter(None, shown))
+
+
+def _about(report: Report) -> dict[str, str]:
     nodes = [node for node in report.before.nodes if node.op == "placeholder" and not name_in_model(node)]
     read = "; ".join(f"{argument_text(node)} {described(node)}" for node in nodes)
     is_whole = [part.paths for part in report.parts] == [("",)]  # a partial graph reads intermediate values
-    about = {
+    return {
         "inputs": read if is_whole or not report.inputs else report.inputs,
         "options": ", ".join(report.options),
         "versions": versions(),
     }
-    refused = most_valuable_first(gather(report.refused))
-    return summary(report.title, about, gather(report.fused), refused, report.all_notes())

@@ -1,0 +1,107 @@
+"""The overview of a page: bars of time, memory and operations, before and after, by class."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from html import escape
+
+from te_transform.execution.timing import duration
+from te_transform.page.blocks import Block, DrawnOperation
+from te_transform.page.colors import color_of
+from te_transform.plan.memory import Memory
+from te_transform.plan.overview import Overview
+
+Bar = tuple[str, Mapping[str, float]]  # its name, and its parts by class
+
+_UNCHANGED = "as captured"
+
+
+def bars_of_report(overview: Overview | None, blocks: Iterable[Block]) -> Iterator[str]:
+    """Yield the charts of a report: predicted time and memory, if known, and the number of operations."""
+    if overview is not None and overview.seconds is not None:
+        before, after = overview.seconds
+        basis = f"predicted for an H100, {overview.mode}"
+        yield chart("Time of a call", basis, [("before", before), ("after", after)], duration)
+    if overview is not None and overview.memory is not None:
+        names = ("before", "after")
+        rows = [(name, _parts(step)) for name, step in zip(names, overview.memory, strict=True)]
+        yield chart("Memory of a training step", "predicted, at its peak", rows, _size)
+    yield chart("Operations", "without views and bookkeeping", _operations(blocks), "{:,.0f}".format)
+
+
+def _parts(step: Memory) -> dict[str, float]:
+    return {"weights": step.weights, "AdamW's state": step.optimizer, **step.classes}
+
+
+def _operations(blocks: Iterable[Block]) -> list[Bar]:
+    """Return the number of operations by the rule that fuses them."""
+    counts: tuple[Counter[str], Counter[str]] = Counter(), Counter()
+    for block in blocks:
+        rules = {each.pair: each.rule for each in block.after if each.rule}
+        for found, side in zip(counts, (block.before, block.after), strict=True):
+            found.update({rule: 0 for rule in rules.values()})
+            for each in filter(computes, side):
+                found[rules.get(each.pair, _UNCHANGED)] += block.count
+    return [("before", counts[0]), ("after", counts[1])]
+
+
+def computes(operation: DrawnOperation) -> bool:
+    """Return True unless an operation is bookkeeping, part of a merged product, or stands for another block."""
+    return operation.kind == "" or bool(operation.rule)
+
+
+def chart(title: str, basis: str, bars: Sequence[Bar], told: Callable[[float], str]) -> str:
+    """Return bars with a table of their parts as HTML; colors are inline, for a cell of a notebook.
+
+    Args:
+        basis: a text that says how the numbers were found.
+        told: a function that formats a number.
+    """
+    sizes: Counter[str] = Counter()
+    for _, parts in bars:
+        sizes.update(parts)
+    kinds = [kind for kind, _ in sizes.most_common()]  # the largest first
+    totals = [sum(parts.values()) for _, parts in bars]
+    longest = max(totals, default=0) or 1
+    rows = "".join(
+        f'<tr><th scope="row">{escape(name)}</th><td class="track">{_bar(kinds, parts, longest, told)}</td>'
+        f'<td class="count"><b>{told(total)}</b></td></tr>'
+        for (name, parts), total in zip(bars, totals, strict=True)
+    )
+    named = f"<b>{escape(title)}</b>{_change(totals)}<br><small>{escape(basis)}</small>"
+    table = f'<table class="bars">{rows}</table>{_classes(kinds, bars, told)}'
+    return f'<figure class="chart"><figcaption>{named}</figcaption>{table}</figure>'
+
+
+def _change(totals: Sequence[float]) -> str:
+    if len(totals) != 2 or not totals[0]:
+        return ""
+    return f' <span class="change">{(totals[1] - totals[0]) / totals[0]:+.0%}</span>'
+
+
+def _bar(
+    kinds: Iterable[str], parts: Mapping[str, float], longest: float, told: Callable[[float], str]
+) -> str:
+    pieces = "".join(
+        f'<i title="{escape(kind)}: {told(parts[kind])}" '
+        f'style="width: {parts[kind] / longest:.2%}; background: {color_of(kind)}"></i>'
+        for kind in kinds
+        if parts.get(kind)
+    )
+    return f'<div style="display: flex; height: 1.3em; min-width: 6em">{pieces}</div>'
+
+
+def _classes(kinds: Iterable[str], bars: Sequence[Bar], told: Callable[[float], str]) -> str:
+    head = "".join(f'<th class="count" scope="col">{escape(name)}</th>' for name, _ in bars)
+    rows = []
+    for kind in kinds:
+        numbers = (told(parts[kind]) if parts.get(kind) else "" for _, parts in bars)
+        cells = "".join(f'<td class="count">{number}</td>' for number in numbers)
+        swatch = f'<span style="color: {color_of(kind)}">&#9632;</span>'
+        rows.append(f'<tr><th scope="row">{swatch} {escape(kind)}</th>{cells}</tr>')
+    return f'<table class="classes"><tr><td></td>{head}</tr>{"".join(rows)}</table>'
+
+
+def _size(size: float) -> str:
+    return f"{size / 2**20:,.0f} MiB" if size < 10 * 2**30 else f"{size / 2**30:,.1f} GiB"

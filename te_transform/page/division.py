@@ -1,0 +1,86 @@
+"""Divide a captured graph into the pieces of the model that are drawn as blocks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import fx
+
+from te_transform.page.pairs import Pair, is_bookkeeping, paired
+from te_transform.report.drawing import Part, module_text
+
+_MANY = 3  # operations that make a numbered module without modules inside a layer
+
+
+@dataclass(eq=False)
+class Piece:
+    """Operations of one module of a captured graph, with the module's path below the part."""
+
+    part: Part
+    path: str
+    pairs: list[Pair]
+
+    @property
+    def paths(self) -> list[str]:
+        """The paths in the model, one for each module that shares the graph."""
+        return [joined(own, self.path) for own in self.part.paths]
+
+    def nodes(self, side: Literal["before", "after"]) -> list[fx.Node]:
+        """Return the operations of one side."""
+        return [node for pair in self.pairs for node in getattr(pair, side)]
+
+
+def joined(path: str, inner: str) -> str:
+    return ".".join(filter(None, (path, inner)))
+
+
+def divided(part: Part) -> list[Piece]:
+    """Return the pieces of a captured graph, in the order of data flow.
+
+    Each layer, a numbered module, is a piece; so is each module beside the layers, such as an embedding. Code
+    of a model that runs before its layers is another piece than code that runs after them. A graph without
+    layers is one piece.
+    """
+    pairs = [pair for pair in paired(part.before, part.after) if pair.node.op != "placeholder"]
+    layers = _layers(pairs)
+    around = {layer[:depth] for layer in layers for depth in range(len(layer))}
+    seen: set[tuple[str, ...]] = set()  # the lists of layers so far
+    found: dict[tuple, Piece] = {}
+    for pair in pairs:
+        parts = _words(pair)
+        layer = next((parts[:depth] for depth in range(len(parts) + 1) if parts[:depth] in layers), None)
+        if layer is not None:
+            seen.add(layer[:-1])
+            path, key = layer, (layer,)
+        else:
+            path = _beside(parts, around)
+            key = path, len(seen)
+        found.setdefault(key, Piece(part, ".".join(path), [])).pairs.append(pair)
+    return [*found.values()]
+
+
+def _words(pair: Pair) -> tuple[str, ...]:
+    """Return the words of a pair's path; the path of a fused op is that of its site."""
+    outcome = pair.node.meta.get("outcome")
+    path = module_text(pair.node) if outcome is None else outcome.path
+    return tuple(path.split(".")) if path else ()
+
+
+def _layers(pairs: Iterable[Pair]) -> set[tuple[str, ...]]:
+    """Return the paths of layers: numbered modules that have modules inside, or several operations."""
+    sizes: Counter[tuple[str, ...]] = Counter()
+    for pair in pairs:
+        parts = _words(pair)
+        depth = next((depth for depth, part in enumerate(parts, 1) if part.isdecimal()), 0)
+        if depth:
+            sizes[parts[:depth]] += _MANY if len(parts) > depth else not is_bookkeeping(pair.node)
+    return {layer for layer, size in sizes.items() if size >= _MANY}
+
+
+def _beside(parts: Sequence[str], around: set[tuple[str, ...]]) -> tuple[str, ...]:
+    """Return the path of the outermost module that has no layers inside, or of the code around layers."""
+    depth = next((depth for depth in range(len(parts) + 1) if parts[:depth] not in around), len(parts))
+    return tuple(parts[: depth if around else 0])

@@ -1,0 +1,89 @@
+"""Pair each operation of the converted graph with the captured operations that it replaces."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from torch import Tensor, fx
+
+from te_transform.graph import ops
+from te_transform.graph.nodes import called, changes_state, is_tensor_node, may_be_view, name_in_model, value
+from te_transform.report.drawing import is_fused
+
+
+@dataclass(eq=False)
+class Pair:
+    """Operations that compute the same values before and after; either side may be empty.
+
+    `order` sorts pairs by data flow.
+    """
+
+    before: list[fx.Node] = field(default_factory=list)
+    after: list[fx.Node] = field(default_factory=list)
+    order: float = 0.0
+
+    @property
+    def node(self) -> fx.Node:
+        """The operation whose module has the pair."""
+        return (self.after or self.before)[0]
+
+
+def shown_nodes(graph: fx.Graph) -> list[fx.Node]:
+    """Return the nodes of a graph without the model's own tensors and the output."""
+    return [node for node in graph.nodes if not name_in_model(node) and node.op != "output"]
+
+
+def paired(before: fx.Graph, after: fx.Graph) -> list[Pair]:
+    """Return all operations of both graphs in pairs, in the order of data flow.
+
+    A fused op names the captured operations that it replaces. Other operations have the same captured
+    operation, or the same name.
+    """
+    pairs = {node: Pair(after=[node], order=place) for place, node in enumerate(shown_nodes(after))}
+    fused = {name: pair for node, pair in pairs.items() for name in _replaced_by(node)}
+    kept = {_key(node): pair for node, pair in pairs.items()}
+    found: dict[fx.Node, Pair] = {}
+    nodes = shown_nodes(before)
+    for place, node in reversed([*enumerate(nodes)]):
+        readers = {found[user] for user in node.users if user in found}
+        pair = fused.get(node.meta.get("origin", "")) or kept.get(_key(node))
+        if pair is None and len(readers) == 1 and is_fused((only := next(iter(readers))).node):
+            pair = only
+        if pair is None:
+            pair = Pair(order=_just_before(readers, place))
+        found[node] = pair
+        pair.before.insert(0, node)
+    for node in reversed(shown_nodes(after)):  # weights are joined at the start of the graph
+        if node.target is ops.join:
+            pairs[node].order = _just_before({pairs[user] for user in node.users if user in pairs}, 0)
+    return sorted(dict.fromkeys([*pairs.values(), *found.values()]), key=lambda pair: pair.order)
+
+
+def _just_before(readers: Iterable[Pair], place: float) -> float:
+    return min((pair.order for pair in readers), default=place) - 0.5
+
+
+def _replaced_by(node: fx.Node) -> Iterator[str]:
+    outcome = node.meta.get("outcome")
+    return iter(() if outcome is None else outcome.inside)
+
+
+def _key(node: fx.Node) -> str:
+    return node.meta.get("origin") or node.name
+
+
+def is_bookkeeping(node: fx.Node) -> bool:
+    """Return True for views, items of tuples, modes and sizes, which compute nothing."""
+    if node.op == "placeholder" or is_merged(node):
+        return False
+    computes = isinstance(value(node), (Tensor, tuple)) and called(node) != "getitem"
+    return may_be_view(node) or changes_state(node) or not computes
+
+
+def is_merged(node: fx.Node) -> bool:
+    """Return True for a product of several linears, its joined weights, and the columns of each linear."""
+    if node.target is ops.columns:
+        return isinstance(node.args[0], fx.Node) and is_fused(node.args[0])
+    reads = (source for source in node.all_input_nodes if is_tensor_node(source))
+    return node.target is ops.join or (is_fused(node) and any(source.target is ops.join for source in reads))
