@@ -40,14 +40,14 @@ def _operations(blocks: Iterable[Block]) -> list[Bar]:
     for block in blocks:
         rules = {each.pair: each.rule for each in block.after if each.rule}
         for found, side in zip(counts, (block.before, block.after), strict=True):
-            found.update({rule: 0 for rule in rules.values()})
+            found.update(dict.fromkeys(rules.values(), 0))
             for each in filter(computes, side):
                 found[rules.get(each.pair, _UNCHANGED)] += block.count
     return [("before", counts[0]), ("after", counts[1])]
 
 
 def computes(operation: DrawnOperation) -> bool:
-    """Return True unless an operation is bookkeeping, part of a merged product, or stands for another block."""
+    """Return True for fused operations and for captured ones that are no bookkeeping, inputs or ports."""
     return operation.kind == "" or bool(operation.rule)
 
 

@@ -16,8 +16,9 @@ _ARGUMENT = re.compile(r"^[lL]_(kwargs_|args_)?|_$")  # dynamo's prefixes and su
 
 
 def argument_text(node: fx.Node) -> str:
-    """Return the name of a graph input in a call of the model."""
-    return _ARGUMENT.sub("", node.name)
+    """Return the name of a graph input in a call of the model, "input 1" for an argument without a name."""
+    name = _ARGUMENT.sub("", node.name)
+    return f"input {name}" if name.isdecimal() else name
 
 
 def detail(node: fx.Node) -> str:

@@ -1,7 +1,7 @@
 """Write the HTML of a page: one self-contained file that loads nothing from the network.
 
-Tables hold all content. page.js draws each block from its data, with the layout of dagre.js, when the block comes
-into view.
+Tables hold all content. page.js draws each block from its data when the block comes into view, with the layout
+of dagre.js.
 """
 
 from __future__ import annotations
@@ -21,11 +21,14 @@ from te_transform.plan.rule import Outcome
 from te_transform.report.places import Places
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
+_NUMBERS = ("fused", "refused", "active", "saves", "costs")  # columns
 _HINT = "<p>Click an operation to see what it computes, and what it replaces.</p>"
-_OTHERS = "<span>dashed: a value from or for another block</span><span>round, solid: an input of the model</span>"
+_OTHERS = (
+    "<span>dashed: a value from or for another block</span><span>round, solid: an input of the model</span>"
+)
 _MERGED = (
-    "<b>join</b> holds the weights of several linears, which are adjacent in memory: one product computes all "
-    "of them. <b>columns</b> is the part of its result that belongs to one linear, a view."
+    "<b>join</b> holds the weights of several linears, which are adjacent in memory: one product computes "
+    "all of them. <b>columns</b> is the part of its result that belongs to one linear, a view."
 )
 
 
@@ -38,7 +41,8 @@ def whole(title: str, body: str, blocks: Sequence[Block]) -> str:
     """Return a page with `body`, and the drawn blocks below it."""
     fitting = '<meta name="viewport" content="width=device-width, initial-scale=1">'
     policy = f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
-    head = f'<meta charset="utf-8">{policy}{fitting}<title>{escape(title)}</title><style>{_asset("page.css")}</style>'
+    style = f"<style>{_asset('page.css')}</style>"
+    head = f'<meta charset="utf-8">{policy}{fitting}<title>{escape(title)}</title>{style}'
     drawn = _model(blocks) if blocks else ""
     detail = f'<aside id="detail" aria-live="polite">{_HINT}</aside>'
     scripts = f"<script>{_asset('dagre.js')}</script><script>{_asset('page.js')}</script>" if blocks else ""
@@ -70,15 +74,41 @@ def notes_of(notes: Iterable[str]) -> str:
 
 def tables(fused: Sequence[Places], refused: Sequence[Places]) -> str:
     """Return the tables of refused and of fused sites."""
-    why = ("why not",) * any(places.reasons for places in fused)
-    found = []
-    if refused:
-        table = _table("refused", ("rule", "refused", "where", "why not"), refused)
-        found.append(f"<h2>What would gain most</h2>{table}")
-    if fused:
-        table = _table("fused", ("rule", "fused", "active", "where", *why), fused)
-        found.append(f"<h2>What was fused</h2>{table}")
-    return "\n".join(found)
+    found = [
+        ("What would gain most", "refused", "costs", refused),
+        ("What was fused", "fused", "saves", fused),
+    ]
+    return "\n".join(
+        f"<h2>{title}</h2>{table(name, [_row(name, priced, places) for places in rows])}"
+        for title, name, priced, rows in found
+        if rows
+    )
+
+
+def table(name: str, rows: Sequence[Mapping[str, str]], numbers: Iterable[str] = _NUMBERS) -> str:
+    """Return an HTML table; rows are cells of HTML by the names of their columns, without empty columns."""
+    columns = [column for column in rows[0] if any(row[column] for row in rows)]
+    styles = {column: " class=count" * (column in numbers) for column in columns}
+    head = "".join(f'<th{styles[column]} scope="col">{column}</th>' for column in columns)
+    lines = [
+        "".join(f'<td{styles[column]} data-name="{column}">{row[column]}</td>' for column in columns)
+        for row in rows
+    ]
+    body = "\n".join(f'<tr class="row">{line}</tr>' for line in lines)
+    return f'<table class="sites {name}">\n<tr>{head}</tr>\n{body}\n</table>'
+
+
+def _row(name: str, priced: str, places: Places) -> dict[str, str]:
+    where = "<br>".join(f"<code>{_broken(path)}</code> x{count}" for path, count in places.patterns)
+    why = "".join(f"<li>{escape(reason)}</li>" for reason in places.reasons)
+    return {
+        "rule": chip(places.rule),
+        name: str(places.count),
+        "active": str(places.active) if name == "fused" else "",
+        priced: duration(places.saved) if places.saved else "",
+        "where": where,
+        "why not": f"<ul>{why}</ul>" if why else "",
+    }
 
 
 def _broken(path: str) -> str:
@@ -86,29 +116,8 @@ def _broken(path: str) -> str:
     return re.sub(r"(?<!\.)\.(?!\.)", ".<wbr>", escape(path))
 
 
-def _table(name: str, head: tuple[str, ...], rows: Sequence[Places]) -> str:
-    """Return the HTML table of fused or refused sites, with predicted times if they are known."""
-    priced = "saves" if name == "fused" else "costs"
-    place = head.index("where")
-    head = (*head[:place], *[priced] * any(places.saved for places in rows), *head[place:])
-    numbers = (name, "active", priced)
-    named = (f'<th{" class=count" * (text in numbers)} scope="col">{text}</th>' for text in head)
-    lines = [f'<table class="sites {name}">', f"<tr>{''.join(named)}</tr>"]
-    for places in rows:
-        where = "<br>".join(f"<code>{_broken(path)}</code> x{count}" for path, count in places.patterns)
-        cells = {"rule": _chip(places.rule), name: str(places.count), "active": str(places.active)}
-        cells[priced] = duration(places.saved) if places.saved else ""
-        cells["where"] = where
-        cells["why not"] = f"<ul>{''.join(f'<li>{escape(reason)}</li>' for reason in places.reasons)}</ul>"
-        told = (
-            f'<td{" class=count" * (column in numbers)} data-name="{column}">{cells[column]}</td>'
-            for column in head
-        )
-        lines.append(f'<tr class="row">{"".join(told)}</tr>')
-    return "\n".join([*lines, "</table>"])
-
-
-def _chip(rule: str) -> str:
+def chip(rule: str) -> str:
+    """Return the name of a rule in its color."""
     return f'<span class="chip" style="--hue: {hue_of(rule)}">{escape(rule)}</span>'
 
 
@@ -116,8 +125,8 @@ def _model(blocks: Sequence[Block]) -> str:
     """Return the color key, the controls, the blocks, and their data for page.js."""
     rules = dict.fromkeys(each.rule for block in blocks for each in block.after if each.rule)
     has_merged = any(each.kind == "merged" for block in blocks for each in block.after)
-    key = "".join(map(_chip, rules)) + _OTHERS
-    merged = f'<p class="key">{_chip("merge_siblings")} {_MERGED}</p>' if has_merged else ""
+    key = "".join(map(chip, rules)) + _OTHERS
+    merged = f'<p class="key">{chip("merge_siblings")} {_MERGED}</p>' if has_merged else ""
     asked = '<input id="search" type="search" placeholder="search ( / )" aria-label="search the operations">'
     minor = '<label><input id="minor" type="checkbox"> views and bookkeeping</label>'
     every = '<button id="every" type="button">open all</button>'
@@ -143,16 +152,16 @@ def _block(number: int, block: Block) -> str:
     """Return a block, open if something is fused or refused in it."""
     rules = dict.fromkeys(each.rule for each in block.after if each.rule)
     counts = [sum(map(computes, side)) for side in (block.before, block.after)]
-    told = f"{_operations(counts[0])}, after: {_operations(counts[1])}" if rules else f"{_operations(counts[0])}, unchanged"
+    told = f"{_operations(counts[0])}, {f'after: {_operations(counts[1])}' if rules else 'unchanged'}"
     several = f' <b class="times">&times; {block.count}</b>' if block.count > 1 else ""
-    chips = "".join(map(_chip, rules))
-    count = f'<span class="chip refusal">{len(block.refused)} refused</span>' if block.refused else ""
-    summary = f'<summary><code>{_broken(block.name)}</code>{several} <span class="told">{told}</span> {chips}{count}</summary>'
-    refused = "".join(map(_refusal, block.refused))
+    refusals = f'<span class="chip refusal">{len(block.refused)} refused</span>' if block.refused else ""
+    name = f"<code>{_broken(block.name)}</code>{several}"
+    summary = f'{name} <span class="told">{told}</span> {"".join(map(chip, rules))}{refusals}'
     is_open = " open" if rules or block.refused else ""
     minor = "" if any(counts) else " minor"
     return (
-        f'<details class="block{minor}" id="block-{number}" data-block="{number}"{is_open}>{summary}{refused}'
+        f'<details class="block{minor}" data-block="{number}"{is_open}><summary>{summary}</summary>'
+        f"{''.join(map(_refusal, block.refused))}"
         f'<div class="drawing"></div>{_equal(block)}{_listing(block)}</details>'
     )
 
@@ -162,7 +171,8 @@ def _equal(block: Block) -> str:
     if block.count == 1:
         return ""
     names = "".join(f"<li><code>{_broken(path)}</code></li>" for path in block.paths)
-    return f'<details class="equal"><summary>show each of the {block.count}</summary><ol>{names}</ol></details>'
+    summary = f"<summary>show each of the {block.count}</summary>"
+    return f'<details class="equal">{summary}<ol>{names}</ol></details>'
 
 
 def _operations(count: int) -> str:
@@ -175,13 +185,15 @@ def _listing(block: Block) -> str:
     for place, side in enumerate((block.before, block.after)):
         for number, each in enumerate(side):
             pairs.setdefault(each.pair, ([], []))[place].append(_entry(place, number, each))
-    rows = "".join(f"<tr><td>{''.join(before)}</td><td>{''.join(after)}</td></tr>" for before, after in pairs.values())
+    rows = "".join(
+        f"<tr><td>{''.join(before)}</td><td>{''.join(after)}</td></tr>" for before, after in pairs.values()
+    )
     head = "<tr><th>before</th><th>after</th></tr>"
     return f'<details class="listing" open><summary>as a table</summary><table>{head}{rows}</table></details>'
 
 
 def _entry(side: int, number: int, operation: DrawnOperation) -> str:
-    name = _chip(operation.rule) if operation.rule else f"<b>{escape(operation.title)}</b>"
+    name = chip(operation.rule) if operation.rule else f"<b>{escape(operation.title)}</b>"
     return f'<div data-operation="{side}-{number}">{name}<pre>{escape(operation.detail)}</pre></div>'
 
 

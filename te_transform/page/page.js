@@ -48,7 +48,16 @@ function laidOut(sizes, edges, room) {
     const found = attempt(share * room);
     if (found.graph().width < best.graph().width) best = found;
   }
-  return inOrder(best, sizes.filter(([, , port]) => !port).map(([id]) => id));
+  return inOrder(whole(best), sizes.filter(([, , port]) => !port).map(([id]) => id));
+}
+
+// Move and widen a layout until it has room for its edges too, which dagre does not count.
+function whole(graph) {
+  const points = graph.edges().flatMap(edge => graph.edge(edge).points);
+  const left = Math.min(0, ...points.map(({ x }) => x - 3)), right = Math.max(graph.graph().width, ...points.map(({ x }) => x + 3));
+  for (const each of [...points, ...graph.nodes().map(id => graph.node(id))]) each.x -= left;
+  graph.graph().width = right - left;
+  return graph;
 }
 
 // Mirror a layout if that brings more boxes of a rank into their order in the model.
@@ -57,7 +66,7 @@ function inOrder(graph, ids) {
   const order = boxes.flatMap((one, n) => boxes.slice(n + 1).map(other => (one.y === other.y ? Math.sign(other.x - one.x) : 0)));
   if (order.reduce((sum, each) => sum + each, 0) >= 0) return graph;
   const mirrored = point => { point.x = graph.graph().width - point.x; };
-  boxes.forEach(mirrored);
+  graph.nodes().map(id => graph.node(id)).forEach(mirrored);
   for (const edge of graph.edges()) graph.edge(edge).points.forEach(mirrored);
   return graph;
 }
@@ -318,40 +327,34 @@ function mark(operation, name) {
   for (const each of all(`[data-pair="${pair}"], [data-from="${pair}"], [data-to="${pair}"]`, operation.closest(".drawing"))) each.classList.add(name);
 }
 
-function entry(operation) {
-  return operation.closest(".block").querySelector(`.listing [data-operation="${operation.dataset.operation}"]`);
-}
-
 function close() {
   detail.replaceChildren(hint);
   document.body.classList.remove("detailed");
   unmark("open");
 }
 
-// Show an operation and what it replaces beside the page, or below it on a narrow screen.
+// Show an operation, and what it replaces or what replaces it, beside the page, or below it on a narrow screen.
 function open(operation) {
   mark(operation, "open");
-  const sides = blocks[Number(operation.closest(".block").dataset.block)].sides;
-  const names = sides.map(side => side.map((each, n) => [each, n]).filter(([each]) => each[PAIR] === Number(operation.dataset.pair)));
-  const button = document.createElement("button"), head = document.createElement("h3"), list = document.createElement("dl");
-  button.type = "button";
-  button.textContent = "close";
+  const card = operation.closest(".block"), [side, number] = operation.dataset.operation.split("-").map(Number);
+  const { sides } = blocks[card.dataset.block];
+  const button = Object.assign(document.createElement("button"), { type: "button", textContent: "close" });
   button.addEventListener("click", close);
-  head.textContent = sides[operation.dataset.operation[0]][operation.dataset.operation.slice(2)][TITLE];
-  names.forEach((found, place) => {
-    const term = document.createElement("dt");
-    term.textContent = ["before", "after"][place];
-    list.append(term, ...found.map(([, n]) => {
+  const head = Object.assign(document.createElement("h3"), { textContent: sides[side][number][TITLE] });
+  const list = document.createElement("dl");
+  for (const place of [side, 1 - side]) {
+    const numbers = sides[place].map((_, n) => n).filter(n => sides[place][n][PAIR] === Number(operation.dataset.pair));
+    list.append(Object.assign(document.createElement("dt"), { textContent: ["before", "after"][place] }));
+    for (const n of numbers.length ? numbers : [null]) {
       const text = document.createElement("dd");
-      text.textContent = operation.closest(".block").querySelector(`.listing [data-operation="${place}-${n}"] pre`).textContent;
-      text.classList.toggle("chosen", operation.dataset.operation === `${place}-${n}`);
-      return text;
-    }));
-    if (!found.length) list.append(Object.assign(document.createElement("dd"), { textContent: "nothing" }));
-  });
+      text.textContent = n === null ? "nothing" : card.querySelector(`.listing [data-operation="${place}-${n}"] pre`).textContent;
+      text.classList.toggle("chosen", place === side && n === number);
+      list.append(text);
+    }
+  }
   detail.replaceChildren(button, head, list);
-  document.body.classList.add("detailed");
   detail.scrollTop = 0;
+  document.body.classList.add("detailed");
   const hidden = operation.getBoundingClientRect().bottom + 12 - detail.getBoundingClientRect().top;
   if (getComputedStyle(detail).position === "fixed" && hidden > 0) scrollBy(0, hidden);
 }
@@ -402,7 +405,7 @@ document.getElementById("every").addEventListener("click", event => {
   event.target.textContent = isOpening ? "close all" : "open all";
 });
 
-const arrow = svg("marker", { id: "arrow", viewBox: "0 0 8 8", refX: 7, refY: 4, markerWidth: 7, markerHeight: 7, orient: "auto" }, svg("path", { d: "M0 0L8 4L0 8z" }));
+const arrow = svg("marker", { id: "arrow", viewBox: "0 0 8 8", refX: 7, refY: 4, markerWidth: 7, markerHeight: 7, markerUnits: "userSpaceOnUse", orient: "auto" }, svg("path", { d: "M0 0L8 4L0 8z" }));
 document.body.append(svg("svg", { class: "definitions", width: 0, height: 0, "aria-hidden": "true" }, svg("defs", {}, arrow)));
 for (const listing of all(".listing")) listing.open = false;
 for (const item of all(".equal li")) { // each layer, to open

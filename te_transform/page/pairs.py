@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from torch import Tensor, fx
 
 from te_transform.graph import ops
-from te_transform.graph.nodes import called, changes_state, is_tensor_node, may_be_view, name_in_model, value
+from te_transform.graph.nodes import called, changes_state, may_be_view, name_in_model, value
 from te_transform.report.drawing import is_fused
 
 
@@ -84,6 +84,6 @@ def is_bookkeeping(node: fx.Node) -> bool:
 def is_merged(node: fx.Node) -> bool:
     """Return True for a product of several linears, its joined weights, and the columns of each linear."""
     if node.target is ops.columns:
-        return isinstance(node.args[0], fx.Node) and is_fused(node.args[0])
-    reads = (source for source in node.all_input_nodes if is_tensor_node(source))
-    return node.target is ops.join or (is_fused(node) and any(source.target is ops.join for source in reads))
+        return isinstance(node.args[0], fx.Node) and is_fused(node.args[0]) and is_merged(node.args[0])
+    reads_joined = any(source.target is ops.join for source in node.all_input_nodes)
+    return node.target is ops.join or (is_fused(node) and reads_joined)
