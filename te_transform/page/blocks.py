@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -10,10 +11,10 @@ from typing import Literal
 
 from torch import fx
 
-from te_transform.graph.nodes import called, name_in_model
+from te_transform.graph.nodes import called, name_in_model, value
 from te_transform.page.details import argument_text, detail
 from te_transform.page.division import Piece, divided
-from te_transform.page.pairs import Pair, is_bookkeeping, is_merged
+from te_transform.page.pairs import Pair, is_bookkeeping, is_merged, rule_of
 from te_transform.plan.rule import Outcome
 from te_transform.report.drawing import Part, described, module_text
 from te_transform.report.places import listed
@@ -116,8 +117,11 @@ def _below(path: str, inner: str) -> str | None:
 
 def _shape(piece: Piece) -> tuple:
     """Return a key that is equal for pieces drawn as one."""
-    path = re.sub(r"(?<![^.])\d+(?![^.])", "*", piece.paths[0])
-    return path, *(tuple(_told(piece, side)) for side in ("before", "after"))
+    return _unnumbered(piece.paths[0]), *(tuple(_told(piece, side)) for side in ("before", "after"))
+
+
+def _unnumbered(path: str) -> str:
+    return re.sub(r"(?<![^.])\d+(?![^.])", "*", path)
 
 
 def _told(piece: Piece, side: Side) -> Iterator[tuple]:
@@ -130,17 +134,20 @@ def _told(piece: Piece, side: Side) -> Iterator[tuple]:
 
     for node, pair in nodes:
         arguments = str(fx.node.map_arg((node.args, node.kwargs), argument))
-        module = module_text(node).removeprefix(piece.path)
-        yield _rule(node) or called(node), described(node), module, arguments, pair
-
-
-def _rule(node: fx.Node) -> str:
-    return node.meta.get("fused", "")
+        path = module_text(node)
+        module = path.removeprefix(piece.path) if path.startswith(piece.path) else _unnumbered(path)
+        yield rule_of(node) or called(node), described(node), module, arguments, pair
 
 
 def _named(node: fx.Node) -> str:
     """Return the name of a value in the model's code, without the number that tells it from others."""
-    return re.sub(r"_\d+$", "", node.meta.get("origin") or _rule(node) or node.name)
+    return re.sub(r"_\d+$", "", node.meta.get("origin") or rule_of(node) or node.name)
+
+
+def _result(node: fx.Node) -> str:
+    """Return dtype and shape of the result, or of its first item."""
+    items = (described(user) for user in node.users if user.target is operator.getitem and user.args[1] == 0)
+    return described(node) or (next(items, "") if isinstance(value(node), tuple) else "")
 
 
 class _Sketch:
@@ -175,8 +182,10 @@ class _Sketch:
         for node in columns[0]:
             kind: Kind = "merged" if is_merged(node) else "minor" if is_bookkeeping(node) else ""
             reads = tuple(places[source] for source in node.all_input_nodes if source in places)
-            title, pair = _rule(node) or called(node), self.pairs[self.home[node][1]]
-            drawn.append(DrawnOperation(title, described(node), _rule(node), kind, detail(node), pair, reads))
+            title, pair = rule_of(node) or called(node), self.pairs[self.home[node][1]]
+            drawn.append(
+                DrawnOperation(title, _result(node), rule_of(node), kind, detail(node), pair, reads)
+            )
         own = [{*column} for column in columns]
         exits = (self._exit(same, own, places[same[0]]) for same in zip(*columns, strict=True))
         return (*drawn, *chain.from_iterable(exits))

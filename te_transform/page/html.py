@@ -1,7 +1,7 @@
 """Write the HTML of a page: one self-contained file that loads nothing from the network.
 
-Tables hold all content. page.js draws each block from its data when the block comes into view, with the layout
-of dagre.js.
+Tables hold all content. When a block comes into view, page.js draws it from its data, with the layout of
+dagre.js.
 """
 
 from __future__ import annotations

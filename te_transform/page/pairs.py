@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
@@ -37,10 +38,14 @@ def shown_nodes(graph: fx.Graph) -> list[fx.Node]:
 def paired(before: fx.Graph, after: fx.Graph) -> list[Pair]:
     """Return all operations of both graphs in pairs, in the order of data flow.
 
-    A fused op names the captured operations that it replaces. Other operations have the same captured
-    operation, or the same name.
+    A fused op names the captured operations that it replaces; it has the items of its result in its pair.
+    Other operations have the same captured operation, or the same name.
     """
-    pairs = {node: Pair(after=[node], order=place) for place, node in enumerate(shown_nodes(after))}
+    pairs: dict[fx.Node, Pair] = {}
+    for place, node in enumerate(shown_nodes(after)):
+        whole = _without_item(node)
+        pairs[node] = pairs[whole] if is_fused(whole) and whole is not node else Pair(order=place)
+        pairs[node].after.append(node)
     fused = {name: pair for node, pair in pairs.items() for name in _replaced_by(node)}
     kept = {_key(node): pair for node, pair in pairs.items()}
     found: dict[fx.Node, Pair] = {}
@@ -73,6 +78,17 @@ def _key(node: fx.Node) -> str:
     return node.meta.get("origin") or node.name
 
 
+def rule_of(node: fx.Node) -> str:
+    """Return the rule of a fused op, "" for other nodes."""
+    return node.meta.get("fused", "") if node.op == "call_module" else ""
+
+
+def _without_item(node: fx.Node) -> fx.Node:
+    """Return the call whose result has the node as an item, or the node itself."""
+    is_item = node.target is operator.getitem and isinstance(value(node.args[0]), tuple)
+    return node.args[0] if is_item else node
+
+
 def is_bookkeeping(node: fx.Node) -> bool:
     """Return True for views, items of tuples, modes and sizes, which compute nothing."""
     if node.op == "placeholder" or is_merged(node):
@@ -84,6 +100,9 @@ def is_bookkeeping(node: fx.Node) -> bool:
 def is_merged(node: fx.Node) -> bool:
     """Return True for a product of several linears, its joined weights, and the columns of each linear."""
     if node.target is ops.columns:
-        return isinstance(node.args[0], fx.Node) and is_fused(node.args[0]) and is_merged(node.args[0])
+        source = node.args[0]
+        return (
+            isinstance(source, fx.Node) and bool(rule_of(whole := _without_item(source))) and is_merged(whole)
+        )
     reads_joined = any(source.target is ops.join for source in node.all_input_nodes)
-    return node.target is ops.join or (is_fused(node) and reads_joined)
+    return node.target is ops.join or (bool(rule_of(node)) and reads_joined)
