@@ -57,7 +57,7 @@ def test_the_package_has_every_file(installed: Path) -> None:
         str(file.relative_to(ROOT))
         for folder in ("", *(part.name for part in (ROOT / "te_transform").iterdir() if part.is_dir()))
         for file in (ROOT / "te_transform" / folder).iterdir()
-        if file.suffix == ".py" or file.name in ("py.typed", "models.md", "explained.md")
+        if file.suffix in (".py", ".css", ".js") or file.name in ("py.typed", "models.md", "explained.md")
     }
     assert wanted <= found
     assert not any(name.startswith(("tests", "benchmarks")) for name in found)

@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from html import escape
 
 from te_transform.execution.timing import duration
-from te_transform.page.blocks import Block, DrawnOperation
+from te_transform.page.blocks import Block
 from te_transform.page.colors import color_of
+from te_transform.page.sketch import DrawnOperation
 from te_transform.plan.memory import Memory
 from te_transform.plan.overview import Overview
 

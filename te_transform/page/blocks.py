@@ -2,49 +2,19 @@
 
 from __future__ import annotations
 
-import operator
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
-from typing import Literal
 
 from torch import fx
 
-from te_transform.graph.nodes import called, name_in_model, value
-from te_transform.page.details import argument_text, detail
-from te_transform.page.division import Piece, divided
-from te_transform.page.pairs import Pair, is_bookkeeping, is_merged, rule_of
+from te_transform.graph.nodes import called
+from te_transform.page.division import DrawnPiece, Side, divided
+from te_transform.page.pairs import rule_of
+from te_transform.page.sketch import DrawnOperation, Sketch
 from te_transform.plan.rule import Outcome
 from te_transform.report.drawing import Part, described, module_text
 from te_transform.report.places import listed
-
-Kind = Literal["", "input", "port", "minor", "merged"]
-Side = Literal["before", "after"]
-
-
-@dataclass(frozen=True)
-class DrawnOperation:
-    """An operation of a block.
-
-    Attributes:
-        title: its name.
-        value: dtype and shape of the result, or "".
-        rule: the name of the rule that fused it, "" for a captured operation.
-        kind: "input" of the model, "port" to or from another block, "minor" for bookkeeping, "merged" for the
-            parts of a merged product, "" for others.
-        detail: the text that a click shows.
-        pair: a number that it shares with the operations that compute the same on the other side.
-        reads: the places of the operations that it reads, on the same side.
-    """
-
-    title: str
-    value: str
-    rule: str
-    kind: Kind
-    detail: str
-    pair: int
-    reads: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -72,7 +42,7 @@ class Block:
 
 def blocks_of(parts: Iterable[Part], refused: Sequence[Outcome] = ()) -> list[Block]:
     """Return the blocks of all captured graphs in the order of data flow; equal pieces become one block."""
-    alike: dict[tuple, list[Piece]] = {}
+    alike: dict[tuple, list[DrawnPiece]] = {}
     told: dict[tuple, tuple[Outcome, ...]] = {}
     for part in parts:
         pieces = divided(part)
@@ -91,14 +61,16 @@ def blocks_of(parts: Iterable[Part], refused: Sequence[Outcome] = ()) -> list[Bl
     }
     found = []
     for number, (key, pieces) in enumerate(alike.items()):
-        sketch = _Sketch(number, pieces, home, names)
+        sketch = Sketch(number, pieces, home, names)
         paths = dict.fromkeys(path for piece in pieces for path in piece.paths)
         before, after = sketch.side("before"), sketch.side("after")
         found.append(Block(tuple(paths), before, after, told[key], tuple(sorted(sketch.sources))))
     return found
 
 
-def _refused_in(piece: Piece, pieces: Sequence[Piece], refused: Iterable[Outcome]) -> Iterator[Outcome]:
+def _refused_in(
+    piece: DrawnPiece, pieces: Sequence[DrawnPiece], refused: Iterable[Outcome]
+) -> Iterator[Outcome]:
     """Yield the refused sites in a piece, with paths relative to it; the innermost piece has the site."""
     others = [other.paths[0] for other in pieces if len(other.paths[0]) > len(piece.paths[0])]
     first = next(other for other in pieces if other.path == piece.path)
@@ -115,7 +87,7 @@ def _below(path: str, inner: str) -> str | None:
     return inner.removeprefix(f"{path}.") if inner.startswith(f"{path}.") else None
 
 
-def _shape(piece: Piece) -> tuple:
+def _shape(piece: DrawnPiece) -> tuple:
     """Return a key that is equal for pieces drawn as one."""
     return _unnumbered(piece.paths[0]), *(tuple(_told(piece, side)) for side in ("before", "after"))
 
@@ -124,7 +96,7 @@ def _unnumbered(path: str) -> str:
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", path)
 
 
-def _told(piece: Piece, side: Side) -> Iterator[tuple]:
+def _told(piece: DrawnPiece, side: Side) -> Iterator[tuple]:
     """Yield the operations of one side in a form that is equal for equal pieces."""
     nodes = [(node, place) for place, pair in enumerate(piece.pairs) for node in getattr(pair, side)]
     places = {node: place for place, (node, _) in enumerate(nodes)}
@@ -137,97 +109,3 @@ def _told(piece: Piece, side: Side) -> Iterator[tuple]:
         path = module_text(node)
         module = path.removeprefix(piece.path) if path.startswith(piece.path) else _unnumbered(path)
         yield rule_of(node) or called(node), described(node), module, arguments, pair
-
-
-def _named(node: fx.Node) -> str:
-    """Return the name of a value in the model's code, without the number that tells it from others."""
-    return re.sub(r"_\d+$", "", node.meta.get("origin") or rule_of(node) or node.name)
-
-
-def _result(node: fx.Node) -> str:
-    """Return dtype and shape of the result, or of its first item."""
-    items = (described(user) for user in node.users if user.target is operator.getitem and user.args[1] == 0)
-    return described(node) or (next(items, "") if isinstance(value(node), tuple) else "")
-
-
-class _Sketch:
-    """The drawing of a block: the operations of its first piece, with inputs, and ports to other blocks.
-
-    Attributes:
-        number: of the block.
-        pieces: of captured graphs that the block shows as one.
-        home: the number of the block and the pair of each operation of the model.
-        names: of all blocks.
-        pairs: the numbers of the pairs and ports in the drawing.
-        sources: the numbers of the other blocks whose values this one reads.
-    """
-
-    def __init__(
-        self,
-        number: int,
-        pieces: Sequence[Piece],
-        home: dict[fx.Node, tuple[int, Pair]],
-        names: Sequence[str],
-    ):
-        self.number, self.pieces, self.home, self.names = number, pieces, home, names
-        self.pairs: dict[object, int] = {pair: place for place, pair in enumerate(pieces[0].pairs)}
-        self.sources: set[int] = set()
-
-    def side(self, side: Side) -> tuple[DrawnOperation, ...]:
-        """Return the operations of one side."""
-        columns = [piece.nodes(side) for piece in self.pieces]
-        outside = [*zip(*map(_read_from_outside, columns), strict=False)]
-        drawn = [self._entry(same) for same in outside]
-        places = {node: place for place, node in enumerate((*(same[0] for same in outside), *columns[0]))}
-        for node in columns[0]:
-            kind: Kind = "merged" if is_merged(node) else "minor" if is_bookkeeping(node) else ""
-            reads = tuple(places[source] for source in node.all_input_nodes if source in places)
-            title, pair = rule_of(node) or called(node), self.pairs[self.home[node][1]]
-            drawn.append(
-                DrawnOperation(title, _result(node), rule_of(node), kind, detail(node), pair, reads)
-            )
-        own = [{*column} for column in columns]
-        exits = (self._exit(same, own, places[same[0]]) for same in zip(*columns, strict=True))
-        return (*drawn, *chain.from_iterable(exits))
-
-    def _entry(self, same: Sequence[fx.Node]) -> DrawnOperation:
-        """Return the port of a value from outside, given by one node for each piece."""
-        node = same[0]
-        _, source = self.home.get(node, (None, node.name))
-        pair = self.pairs.setdefault(("from", source), len(self.pairs))
-        if node.op == "placeholder":
-            return DrawnOperation(argument_text(node), described(node), "", "input", detail(node), pair, ())
-        numbers = dict.fromkeys(self.home[each][0] for each in same if each in self.home)
-        self.sources.update(numbers.keys() - {self.number})
-        told = f"from {self._blocks(numbers, 'the layer before')}"
-        return DrawnOperation(_named(node), told, "", "port", f"{detail(node)}\n{told}", pair, ())
-
-    def _exit(
-        self, same: Sequence[fx.Node], columns: Sequence[set[fx.Node]], place: int
-    ) -> Iterator[DrawnOperation]:
-        """Yield a port if other blocks read a value, or if the graph returns it.
-
-        Args:
-            same: the value in each piece.
-            columns: the operations of each piece.
-            place: the place of the value in the drawing.
-        """
-        readers = [u for node, own in zip(same, columns, strict=True) for u in node.users if u not in own]
-        if not readers:
-            return
-        numbers = dict.fromkeys(self.home[user][0] for user in readers if user in self.home)
-        told = [self._blocks(numbers, "the next layer")] if numbers else []
-        told += ["the output"] * any(user.op == "output" for user in readers)
-        pair = self.pairs.setdefault(("to", self.home[same[0]][1]), len(self.pairs))
-        text = f"to {', '.join(told)}"
-        yield DrawnOperation(_named(same[0]), text, "", "port", f"{detail(same[0])}\n{text}", pair, (place,))
-
-    def _blocks(self, numbers: Iterable[int], own: str) -> str:
-        return ", ".join(own if number == self.number else self.names[number] for number in numbers)
-
-
-def _read_from_outside(nodes: Sequence[fx.Node]) -> list[fx.Node]:
-    """Return the values that operations read from others, without the model's tensors, in reading order."""
-    own = {*nodes}
-    sources = dict.fromkeys(source for node in nodes for source in node.all_input_nodes)
-    return [source for source in sources if source not in own and not name_in_model(source)]

@@ -9,35 +9,33 @@ from typing import Literal
 
 from torch import fx
 
-from te_transform.page.pairs import Pair, is_bookkeeping, paired
+from te_transform.page.pairs import NodePair, is_bookkeeping, paired
+from te_transform.plan.assign import path_below
 from te_transform.report.drawing import Part, module_text
 
-_MANY = 3  # operations that make a numbered module without modules inside a layer
+Side = Literal["before", "after"]
+_MANY = 2  # operations that make a numbered module without modules inside a layer
 
 
 @dataclass(eq=False)
-class Piece:
+class DrawnPiece:
     """Operations of one module of a captured graph, with the module's path below the part."""
 
     part: Part
     path: str
-    pairs: list[Pair]
+    pairs: list[NodePair]
 
     @property
     def paths(self) -> list[str]:
         """The paths in the model, one for each module that shares the graph."""
-        return [joined(own, self.path) for own in self.part.paths]
+        return [path_below(own, self.path) for own in self.part.paths]
 
-    def nodes(self, side: Literal["before", "after"]) -> list[fx.Node]:
+    def nodes(self, side: Side) -> list[fx.Node]:
         """Return the operations of one side."""
         return [node for pair in self.pairs for node in getattr(pair, side)]
 
 
-def joined(path: str, inner: str) -> str:
-    return ".".join(filter(None, (path, inner)))
-
-
-def divided(part: Part) -> list[Piece]:
+def divided(part: Part) -> list[DrawnPiece]:
     """Return the pieces of a captured graph, in the order of data flow.
 
     Each layer, a numbered module, is a piece; so is each module beside the layers, such as an embedding. Code
@@ -48,7 +46,7 @@ def divided(part: Part) -> list[Piece]:
     layers = _layers(pairs)
     around = {layer[:depth] for layer in layers for depth in range(len(layer))}
     seen: set[tuple[str, ...]] = set()  # the lists of layers so far
-    found: dict[tuple, Piece] = {}
+    found: dict[tuple, DrawnPiece] = {}
     for pair in pairs:
         parts = _words(pair)
         layer = next((parts[:depth] for depth in range(len(parts) + 1) if parts[:depth] in layers), None)
@@ -58,18 +56,18 @@ def divided(part: Part) -> list[Piece]:
         else:
             path = _beside(parts, around)
             key = path, len(seen)
-        found.setdefault(key, Piece(part, ".".join(path), [])).pairs.append(pair)
+        found.setdefault(key, DrawnPiece(part, ".".join(path), [])).pairs.append(pair)
     return [*found.values()]
 
 
-def _words(pair: Pair) -> tuple[str, ...]:
+def _words(pair: NodePair) -> tuple[str, ...]:
     """Return the words of a pair's path; the path of a fused op is that of its site."""
     outcome = pair.node.meta.get("outcome")
     path = module_text(pair.node) if outcome is None else outcome.path
     return tuple(path.split(".")) if path else ()
 
 
-def _layers(pairs: Iterable[Pair]) -> set[tuple[str, ...]]:
+def _layers(pairs: Iterable[NodePair]) -> set[tuple[str, ...]]:
     """Return the paths of layers: numbered modules that have modules inside, or several operations."""
     sizes: Counter[tuple[str, ...]] = Counter()
     for pair in pairs:

@@ -14,7 +14,12 @@ const minor = document.getElementById("minor");
 const [TITLE, VALUE, RULE, KIND, PAIR, READS] = [0, 1, 2, 3, 4, 5];
 const TOP = 26, INSIDE = 10, GAP = 14; // pixels: the title and the margin of a frame, and between boxes
 const BOX = { operation: [126, 40], port: [104, 32] }, SMALL = { operation: [106, 38], port: [88, 31] };
-const LEAST = 0.75; // the smallest scale of two pictures side by side
+const LEAST = 0.75, NESTED = 0.9; // the smallest scales: of two pictures side by side, and of one
+
+document.body.insertAdjacentHTML("beforeend", `<svg id="definitions" width="0" height="0" aria-hidden="true"><defs>
+  <marker id="arrow" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" markerUnits="userSpaceOnUse" orient="auto">
+  <path d="M0 0L8 4L0 8z"></path></marker></defs></svg>`);
+const definitions = document.getElementById("definitions");
 
 // ---- what is drawn -------------------------------------------------------------------------------------------------
 
@@ -28,9 +33,9 @@ function shown(operations) {
   return { operations, numbers, edges };
 }
 
-// Return places and routes of boxes [id, [width, height], is a port] in a dagre graph. If it is much wider than `room`, wide ranks
-// are folded, and the narrowest of some attempts is returned.
-function laidOut(sizes, edges, room) {
+// Return places and routes of boxes [id, [width, height], is a port] in a dagre graph. If its width at this
+// scale is more than `room`, wide ranks are folded, and the narrowest of some attempts is returned.
+function laidOut(sizes, edges, room, scale) {
   const links = [...edges].map(edge => edge.map(String));
   const attempt = least => {
     const graph = new dagre.graphlib.Graph();
@@ -44,7 +49,7 @@ function laidOut(sizes, edges, room) {
   };
   let best = attempt(0);
   for (const share of [1, 0.8, 0.6, 0.45]) {
-    if (best.graph().width * LEAST <= room) break;
+    if (best.graph().width * scale <= room) break;
     const found = attempt(share * room);
     if (found.graph().width < best.graph().width) best = found;
   }
@@ -93,18 +98,18 @@ function fold(graph, room) {
 const isPort = operation => operation[KIND] === "port" || operation[KIND] === "input";
 
 // Return the layout of some operations, as its size and the box of each.
-function arranged(side, numbers, room, box) {
+function arranged(side, numbers, room, isNested) {
+  const box = isNested ? SMALL : BOX;
   const own = new Set(numbers);
   const edges = side.edges.filter(edge => edge.every(n => own.has(n)));
   const sizes = numbers.map(n => [n, isPort(side.operations[n])]).map(([n, port]) => [String(n), port ? box.port : box.operation, port]);
-  const graph = laidOut(sizes, edges, room);
+  const graph = laidOut(sizes, edges, room, isNested ? NESTED : LEAST);
   const { width, height } = numbers.length ? graph.graph() : { width: 0, height: 0 };
   return { width, height, at: n => graph.node(String(n)) };
 }
 
 // Return the layout of all pairs. If `isNested`, fused operations are frames around what they replace.
 function planned(sides, room, isNested) {
-  const box = isNested ? SMALL : BOX;
   const pairs = new Map();
   sides.forEach((side, place) => side.numbers.forEach(number => {
     const pair = side.operations[number][PAIR];
@@ -115,26 +120,32 @@ function planned(sides, room, isNested) {
   for (const [pair, numbers] of [...pairs].sort((one, other) => one[0] - other[0])) {
     if (isNested && !numbers[1].length && isPort(firstOf(sides, numbers))) continue;
     const isFrame = isNested && isFused(sides, numbers);
-    const found = numbers.map((each, place) => arranged(sides[place], each, room - 2 * INSIDE, box));
+    const found = numbers.map((each, place) => arranged(sides[place], each, room - 2 * INSIDE, isNested));
     const height = Math.max(found[0].height, isFrame ? 0 : found[1].height) + (isFrame ? TOP + INSIDE : 0);
     const width = Math.max(found[0].width, found[1].width) + (isFrame ? 2 * INSIDE : 0);
     inside.set(pair, { numbers, found, isFrame });
     sizes.push([String(pair), [width, height], isPort(firstOf(sides, numbers))]);
   }
   const edges = linked(sides, inside);
-  return { graph: laidOut(sizes, [...edges.values()].filter(({ length }) => length === 2), room), inside, edges };
+  const direct = [...edges.values()].filter(({ via }) => !via.length).map(({ from, to }) => [from, to]);
+  return { graph: laidOut(sizes, direct, room, isNested ? NESTED : LEAST), inside, edges };
 }
 
-// Return the edges between pairs: [from, to], or [from, via, to] through a pair that is not on the edge's own side.
+// Return the edges between pairs, by "from,to", each with the pairs between its ends that are not on its own side: the
+// columns of a merged product stand between the product and what reads it.
 function linked(sides, inside) {
-  const ends = sides.map(side => side.edges.map(edge => edge.map(n => side.operations[n][PAIR])));
-  const direct = new Map(ends.flat().filter(([from, to]) => from !== to && inside.has(from) && inside.has(to)).map(edge => [edge.join(), edge]));
-  const hidden = [0, 1].map(place => [...inside].filter(([, { numbers }]) => !numbers[place].length).map(([pair]) => pair));
-  const found = new Map(direct);
-  ends.forEach((edges, place) => edges.forEach(([from, to]) => {
-    const via = hidden[place].find(pair => direct.has([from, pair].join()) && direct.has([pair, to].join()));
-    if (via !== undefined && found.has([from, to].join())) found.set([from, to].join(), [from, via, to]);
-  }));
+  const found = new Map();
+  for (const side of sides) for (const edge of side.edges) {
+    const [from, to] = edge.map(n => side.operations[n][PAIR]);
+    if (from !== to && inside.has(from) && inside.has(to)) found.set(`${from},${to}`, { from, to, via: [] });
+  }
+  sides.forEach((side, place) => {
+    const hidden = [...inside].filter(([, { numbers }]) => !numbers[place].length).map(([pair]) => pair);
+    for (const edge of side.edges) {
+      const ends = edge.map(n => side.operations[n][PAIR]), link = found.get(ends.join());
+      if (link) link.via = hidden.filter(pair => found.has(`${ends[0]},${pair}`) && found.has(`${pair},${ends[1]}`));
+    }
+  });
   return found;
 }
 
@@ -147,7 +158,7 @@ function isFused(sides, [before, after]) {
 // ---- drawing -------------------------------------------------------------------------------------------------------
 
 function svg(name, attributes, ...children) {
-  const made = document.createElementNS("http:" + "//www.w3.org/2000/svg", name);
+  const made = document.createElementNS(definitions.namespaceURI, name);
   for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
   made.append(...children);
   return made;
@@ -198,14 +209,16 @@ function curve(points) {
   return path;
 }
 
-// Return the points of an edge that pass the ranks between its ends, beside their boxes.
-function between({ graph, edges }, from, to) {
+// Return the points of an edge that pass the ranks between its ends, beside their boxes. Of several edges between the
+// same pairs, the edge with this `number` goes through the pair between them with the same number.
+function between({ graph, edges }, from, to, number) {
   const heights = new Map();
   for (const id of graph.nodes()) {
     const { y, height } = graph.node(id);
     heights.set(Math.round(y), Math.max(height, heights.get(Math.round(y)) || 0));
   }
-  const pairs = edges.get([from, to].join()) || [from, to];
+  const { via } = edges.get([from, to].join());
+  const pairs = [from, ...(via.length ? [via[Math.min(number, via.length - 1)]] : []), to];
   return pairs.slice(1).flatMap((pair, n) => {
     const route = graph.edge(String(pairs[n]), String(pair)), box = graph.node(String(pair));
     const points = route ? route.points.slice(1, -1).concat(n < pairs.length - 2 ? [box] : []) : [];
@@ -238,14 +251,15 @@ function picture(block, sides, plan, place, isNested) {
       numbers[1].forEach((number, n) => spots.set(`1-${number}`, spots.get(`0-${numbers[0][n]}`) || spots.get(`1-${number}`) || area));
     }
   }
-  const drawn = new Set();
+  const drawn = new Set(), parallel = new Map();
   for (const which of isNested ? [0, 1] : [place]) for (const [from, to] of sides[which].edges) {
     const [one, other] = [from, to].map(n => sides[which].operations[n][PAIR]);
-    const isInner = one === other;
+    const isInner = one === other, number = parallel.get(`${which} ${one} ${other}`) || 0;
+    parallel.set(`${which} ${one} ${other}`, number + 1);
     if (isNested && which === (isInner ? 1 : 0)) continue;
     const start = spots.get(`${which}-${from}`), end = spots.get(`${which}-${to}`);
     if (!start || !end || start === end) continue;
-    const points = [[start.x, start.y + start.height / 2], ...(isInner ? [] : between(plan, one, other)), [end.x, end.y - end.height / 2]];
+    const points = [[start.x, start.y + start.height / 2], ...(isInner ? [] : between(plan, one, other, number)), [end.x, end.y - end.height / 2]];
     const path = curve(points);
     if (!drawn.has(path)) lines.push(svg("path", { d: path, "data-from": one, "data-to": other, "data-ends": `${which}-${from} ${which}-${to}`, "marker-end": "url(#arrow)" }));
     drawn.add(path);
@@ -405,8 +419,6 @@ document.getElementById("every").addEventListener("click", event => {
   event.target.textContent = isOpening ? "close all" : "open all";
 });
 
-const arrow = svg("marker", { id: "arrow", viewBox: "0 0 8 8", refX: 7, refY: 4, markerWidth: 7, markerHeight: 7, markerUnits: "userSpaceOnUse", orient: "auto" }, svg("path", { d: "M0 0L8 4L0 8z" }));
-document.body.append(svg("svg", { class: "definitions", width: 0, height: 0, "aria-hidden": "true" }, svg("defs", {}, arrow)));
 for (const listing of all(".listing")) listing.open = false;
 for (const item of all(".equal li")) { // each layer, to open
   const layer = document.createElement("details"), head = document.createElement("summary"), drawing = document.createElement("div");

@@ -1,4 +1,4 @@
-"""Pair each operation of the converted graph with the captured operations that it replaces."""
+"""NodePair each operation of the converted graph with the captured operations that it replaces."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from te_transform.report.drawing import is_fused
 
 
 @dataclass(eq=False)
-class Pair:
+class NodePair:
     """Operations that compute the same values before and after; either side may be empty.
 
     `order` sorts pairs by data flow.
@@ -35,20 +35,20 @@ def shown_nodes(graph: fx.Graph) -> list[fx.Node]:
     return [node for node in graph.nodes if not name_in_model(node) and node.op != "output"]
 
 
-def paired(before: fx.Graph, after: fx.Graph) -> list[Pair]:
+def paired(before: fx.Graph, after: fx.Graph) -> list[NodePair]:
     """Return all operations of both graphs in pairs, in the order of data flow.
 
     A fused op names the captured operations that it replaces; it has the items of its result in its pair.
     Other operations have the same captured operation, or the same name.
     """
-    pairs: dict[fx.Node, Pair] = {}
+    pairs: dict[fx.Node, NodePair] = {}
     for place, node in enumerate(shown_nodes(after)):
         whole = _without_item(node)
-        pairs[node] = pairs[whole] if is_fused(whole) and whole is not node else Pair(order=place)
+        pairs[node] = pairs[whole] if is_fused(whole) and whole is not node else NodePair(order=place)
         pairs[node].after.append(node)
     fused = {name: pair for node, pair in pairs.items() for name in _replaced_by(node)}
     kept = {_key(node): pair for node, pair in pairs.items()}
-    found: dict[fx.Node, Pair] = {}
+    found: dict[fx.Node, NodePair] = {}
     nodes = shown_nodes(before)
     for place, node in reversed([*enumerate(nodes)]):
         readers = {found[user] for user in node.users if user in found}
@@ -56,7 +56,7 @@ def paired(before: fx.Graph, after: fx.Graph) -> list[Pair]:
         if pair is None and len(readers) == 1 and is_fused((only := next(iter(readers))).node):
             pair = only
         if pair is None:
-            pair = Pair(order=_just_before(readers, place))
+            pair = NodePair(order=_just_before(readers, place))
         found[node] = pair
         pair.before.insert(0, node)
     for node in reversed(shown_nodes(after)):  # weights are joined at the start of the graph
@@ -65,7 +65,7 @@ def paired(before: fx.Graph, after: fx.Graph) -> list[Pair]:
     return sorted(dict.fromkeys([*pairs.values(), *found.values()]), key=lambda pair: pair.order)
 
 
-def _just_before(readers: Iterable[Pair], place: float) -> float:
+def _just_before(readers: Iterable[NodePair], place: float) -> float:
     return min((pair.order for pair in readers), default=place) - 0.5
 
 

@@ -8,8 +8,9 @@ from typing import Any
 
 from te_transform.execution.timing import duration
 from te_transform.page.bars import bars_of_report, chart
-from te_transform.page.html import heading, table, tables, whole
+from te_transform.page.html import whole
 from te_transform.page.render import drawn_blocks
+from te_transform.page.tables import heading, table, tables
 from te_transform.report.places import gather, most_valuable_first
 
 

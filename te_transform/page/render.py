@@ -7,7 +7,8 @@ from te_transform.graph.nodes import name_in_model
 from te_transform.page.bars import bars_of_report
 from te_transform.page.blocks import Block, blocks_of
 from te_transform.page.details import argument_text
-from te_transform.page.html import facts, heading, in_frame, notes_of, tables, whole
+from te_transform.page.html import in_frame, whole
+from te_transform.page.tables import facts, heading, notes_of, tables
 from te_transform.report.drawing import Part, described
 from te_transform.report.places import gather, most_valuable_first
 from te_transform.report.report import Report

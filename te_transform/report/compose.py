@@ -67,7 +67,6 @@ def compose(
     outcomes = tuple(_outcomes(found, {path for path, _ in model.named_modules()}))
     priced = any(outcome.seconds is not None for own in found for outcome in own)
     step = memory.predict(plans, model.parameters(), inputs, inside) if predicted else None
-    overview = overview_of(plans, options, inside, model.training, model.parameters(), step)
     parts = tuple(_parts(plans))  # after `found`, which writes each site's outcome to its node
     largest = max(parts, key=lambda part: len(part.after.nodes), default=Part((), fx.Graph(), fx.Graph()))
     captured = [(path, plan.captured) for path, plan in plans]
@@ -97,7 +96,7 @@ def compose(
         inputs=inputs,
         parts=parts,
         rules=tuple(rule.name for rule in options.passes),
-        overview=overview,
+        overview=overview_of(plans, options, inside, model.training, model.parameters(), step),
     )
 
 
