@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import shutil
+from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
 import te_transform
 from te_transform.execution.timing import duration
@@ -33,17 +36,24 @@ def browser() -> Iterator[object]:
         opened.close()
 
 
+SIZES = {"phone": (390, 844), "laptop": (1280, 800), "large": (2560, 1440)}
+
+
 @contextmanager
-def opened_page(browser: object, report: Report, folder: Path) -> Iterator[object]:
+def opened_page(
+    browser: object, report: Report, folder: Path, size: str = "laptop", **options: object
+) -> Iterator[object]:
     """The page of a report, of whose scripts no error and no request is left in the end."""
     report.to_html(folder / "report.html")
-    opened, wrong = browser.new_page(viewport={"width": 1280, "height": 900}), []
+    width, height = SIZES[size]
+    context = browser.new_context(viewport={"width": width, "height": height}, **options)
+    opened, wrong = context.new_page(), []
     opened.on("pageerror", lambda error: wrong.append(str(error)))
     opened.on("console", lambda message: wrong.append(message.text))
     opened.on("request", lambda asked: asked.url.startswith("file:") or wrong.append(asked.url))
     opened.goto((folder / "report.html").as_uri())
     yield opened
-    opened.close()
+    context.close()
     assert wrong == []
 
 
@@ -62,7 +72,7 @@ def test_a_click_shows_the_predicted_time_and_memory(browser: object, tmp_path: 
     report = te_transform.inspect(model.train(), inputs, backend="te", recipe="fp8-delayed")
     with opened_page(browser, report, tmp_path) as page:
         page.locator(".operation.fused", has_text="layernorm_mlp").first.click()
-        told = page.locator("#detail").text_content().splitlines()
+        told = page.locator("#detail .chosen").text_content().splitlines()
         (mlp,) = (site for site in report.fused if site.rule == "layernorm_mlp")
         fused, before = duration(mlp.fused_seconds), duration(mlp.seconds)
         assert f"predicted time of a call on an H100: {fused}, {before} unfused" in told
@@ -97,7 +107,7 @@ def test_a_click_shows_what_an_operation_is(page: object) -> None:
     assert not detail.is_visible()
     fused.click()
     assert detail.is_visible()
-    assert fused.locator("text").first.text_content() in detail.text_content()
+    assert fused.locator("text").first.text_content() == detail.locator("h3").text_content()
     page.keyboard.press("Escape")
     assert not detail.is_visible()
     fused.focus()
@@ -107,18 +117,94 @@ def test_a_click_shows_what_an_operation_is(page: object) -> None:
     assert not detail.is_visible()
 
 
+@pytest.mark.parametrize("size", SIZES)
+def test_the_detail_does_not_cover_what_was_clicked(browser: object, tmp_path: Path, size: str) -> None:
+    case = ALL["llama"]
+    report = te_transform.inspect(case.build(), case.sample(), backend="torch")
+    with opened_page(browser, report, tmp_path, size) as page:
+        for fused in page.locator(".operation.fused").all():
+            fused.click()
+            operation, detail = (each.bounding_box() for each in (fused, page.locator("#detail")))
+            below = operation["y"] + operation["height"] <= detail["y"]
+            assert below or operation["x"] + operation["width"] <= detail["x"]
+
+
+def test_a_pair_is_marked_on_both_sides(page: object) -> None:
+    fused = page.locator(".operation.fused").first
+    fused.hover()
+    pair, drawing = fused.get_attribute("data-pair"), page.locator(".drawing", has=page.locator(".lit")).first
+    assert drawing.locator(".operation.lit").count() > 1
+    assert {each.get_attribute("data-pair") for each in drawing.locator(".operation.lit").all()} == {pair}
+    fused.click()
+    assert drawing.locator(".operation.open").count() == drawing.locator(".operation.lit").count()
+
+
 def test_a_search_leaves_what_has_all_words(page: object) -> None:
     page.keyboard.press("/")
     page.keyboard.type("linear float32")
     found = page.locator(".operation.found")
     assert 0 < found.count() < page.locator(".operation").count()
-    assert all("linear" in each.get_attribute("data-detail") for each in found.all())
+    for each in found.all():
+        number = each.get_attribute("data-operation")
+        block = page.locator(".block", has=each).first
+        assert "linear" in block.locator(f'.listing [data-operation="{number}"]').text_content()
+    edges = page.locator("path[data-ends]")
+    assert page.locator("path[data-ends].found").count() < edges.count()
     page.keyboard.press("Escape")
     assert page.locator("body.searching").count() == 0
 
 
-def test_equal_blocks_are_drawn_once_and_nothing_is_wider_than_a_phone(page: object) -> None:
-    captions = page.locator("figcaption").all_text_contents()
-    assert len(captions) < 20
-    page.set_viewport_size({"width": 390, "height": 800})
-    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+def test_bookkeeping_is_shown_on_demand(page: object) -> None:
+    page.locator(".operation.fused").first.wait_for()
+    assert page.locator(".operation.minor").count() == 0
+    page.locator("#minor").check()
+    page.locator(".operation.minor").first.wait_for()
+    page.locator("#minor").uncheck()
+    page.locator(".operation.fused").first.wait_for()
+    assert page.locator(".operation.minor").count() == 0
+
+
+def test_equal_layers_open_one_by_one(browser: object, tmp_path: Path) -> None:
+    case = ALL["llama"]
+    report = te_transform.inspect(case.build(num_hidden_layers=3), case.sample(), backend="torch")
+    with opened_page(browser, report, tmp_path) as page:
+        page.locator(".equal > summary").click()
+        layer = page.locator(".equal li").nth(2)
+        layer.locator("summary").click()
+        assert layer.locator("summary").text_content() == "model.layers.2"
+        layer.locator(".operation.fused").first.wait_for()
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_equal_blocks_are_drawn_once_and_nothing_is_wider_than_the_page(page: object, size: str) -> None:
+    assert page.locator(".block").count() < 20
+    width, height = SIZES[size]
+    page.set_viewport_size({"width": width, "height": height})
+    page.locator("#every").click()
+    page.wait_for_timeout(200)
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    cut = """each => {
+        const frame = each.ownerSVGElement.getBoundingClientRect(), box = each.getBoundingClientRect();
+        return box.left < frame.left - 1 || box.right > frame.right + 1 || box.bottom > frame.bottom + 1;
+    }"""
+    for drawn in page.locator(".drawing g.operation, .drawing path[data-ends]").all():
+        assert not drawn.evaluate(cut)
+
+
+def test_everything_is_in_tables_without_scripts(browser: object, tmp_path: Path) -> None:
+    case = ALL["gpt2"]
+    report = te_transform.inspect(case.build(), case.sample(), backend="torch")
+    with opened_page(browser, report, tmp_path, java_script_enabled=False) as page:
+        text = page.locator(".block[open]").first.inner_text()
+        assert "layernorm_mlp" in text
+        assert "captured as: linear" in text
+
+
+def test_names_are_text(browser: object, tmp_path: Path) -> None:
+    name = "<script>document.title = 1</script>"
+    model = nn.Sequential(OrderedDict([(name, nn.Linear(8, 8)), ("</script><b>", nn.Linear(8, 8))]))
+    report = te_transform.inspect(model, torch.zeros(2, 8), backend="torch")
+    with opened_page(browser, report, tmp_path) as page:
+        page.locator(".operation.fused").first.click()
+        assert name in page.locator("#detail").text_content()
+        assert page.title() == report.title

@@ -6,6 +6,7 @@ import sys
 import warnings
 from collections.abc import Iterable
 from dataclasses import FrozenInstanceError, replace
+from functools import cache
 from html import escape
 from html.parser import HTMLParser
 from importlib import metadata
@@ -21,10 +22,11 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils.checkpoint import checkpoint
 
 import te_transform
+from te_transform.execution.timing import duration
 from te_transform.graph.capture import capture
 from te_transform.graph.edit import copy_graph, snapshot
-from te_transform.graph.nodes import name_in_model
 from te_transform.page.blocks import blocks_of
+from te_transform.page.colors import hue_of
 from te_transform.page.details import detail
 from te_transform.plan.rule import Outcome
 from te_transform.report import renderer
@@ -33,6 +35,7 @@ from te_transform.report.explain import explain_graphs
 from te_transform.report.places import collapse, gather, most_valuable_first
 from te_transform.report.report import ExpectationError, Report
 from tests.conversions import ALL
+from tests.models.llama import llama_of_8b
 
 GELU = "the activation is the exact (erf) GELU, LayerNormMLP has tanh: allow approximate=True"
 SHAPE = "the weight is [64, 3] and <frozen>, one of [64, 64] & trained is needed"
@@ -246,7 +249,7 @@ def test_the_report_names_what_was_fused_and_refused(sites: list[Outcome], words
     some = report(*sites)
     assert str(some).splitlines()[0] == words
     assert words in some._repr_html_()
-    assert ("<table" in some._repr_html_()) == bool(sites)
+    assert ('<table class="sites' in some._repr_html_()) == bool(sites)
 
 
 def test_rich_shows_brackets_as_they_are() -> None:
@@ -352,20 +355,20 @@ def test_html_says_what_was_asked_of_which_inputs() -> None:
 
 
 def test_html_page_needs_nothing_else(tmp_path: Path) -> None:
-    full = report(*FULL, model="<b>GPT")
+    full = report(*FULL, model="<blink>GPT")
     full.to_html(tmp_path / "report.html")
     html = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert html.startswith("<!doctype html>")
-    assert not re.search(r"https?:|src=|<link|@import|url\(", html)
-    assert html.count("<script") == 1  # the page's own
-    assert "<b>" not in html
+    assert not re.search(r"https?:|src=|<link|@import|url\((?!#)", html)
+    assert html.count("<script") == 3  # the page's own: data, layout, drawing
+    assert "<blink>" not in html
     assert f"torch {metadata.version('torch')}" in html
     text = parsed(html)
-    for which in ("before", "after"):
-        assert f"the graph {which}" in text
-        assert full.graph_text(which) in text
-    marked = re.findall("<mark>(.*?)</mark>", html)
-    assert [line.split()[0] for line in marked] == ["h_0_mlp_layernorm_mlp", "h_1_linear"]
+    for which in ("before", "after"):  # without a script, the tables have all operations
+        for line in full.graph_text(which).splitlines()[:-1]:
+            assert all(column in text for column in re.split(r"\s{2,}", line)), line
+    fused = re.findall(r'data-operation="1-\d+"><span class="chip"[^>]*>\w+</span><pre>(\w+)', html)
+    assert fused == ["h_0_mlp_layernorm_mlp", "h_1_linear"]
 
 
 def test_a_pickled_report_has_a_page(tmp_path: Path) -> None:
@@ -658,9 +661,10 @@ def test_equal_blocks_are_one() -> None:
     found = blocks_of([Part(("",), graph, graph)])
     counts = {block.name: block.count for block in found}
     assert {"layers.{0,1}": 2, "layers.2": 1, "layers.3": 1}.items() <= counts.items()
-    operations = sum(1 for node in graph.nodes if node.op != "output" and not name_in_model(node))
+    operations = [n for n in graph.nodes if n.op not in ("output", "placeholder")]
     for which in ("before", "after"):
-        assert sum(block.count * len(getattr(block, which)) for block in found) == operations
+        own = [(each, block) for block in found for each in getattr(block, which)]
+        assert sum(block.count for each, block in own if each.kind in ("", "minor")) == len(operations)
 
 
 class Stack(nn.Module):
@@ -683,7 +687,7 @@ def test_layers_that_share_a_graph_are_drawn_by_their_names(tmp_path: Path) -> N
     assert [part.paths for part in some.parts] == [tuple(f"layers.{place}" for place in range(12))]
     some.to_html(tmp_path / "report.html")
     text = parsed((tmp_path / "report.html").read_text(encoding="utf-8"))
-    assert "layers.{0..11} x12, before: " in text
+    assert "layers.{0..11} \u00d7 12 " in text
     assert "inputsfloat32[2, 8]" in text.replace("(", "")  # of the model, not of a layer
     refused = replace(some, sites=(Outcome("linear", "layers.0.fc", "refused", ("it is odd",)),))
     (block,) = blocks_of(refused.parts, refused.refused)
@@ -700,14 +704,86 @@ def test_every_captured_graph_is_drawn_and_equal_ones_once() -> None:
     assert len(found) == len(alone)
 
 
-def test_an_operation_stands_below_what_it_reads() -> None:
-    some = report()
-    for block in blocks_of([Part(("",), some.before, some.after)]):
-        for operations in (block.before, block.after):
-            taken = [(each.row, each.column) for each in operations]
-            assert len({*taken}) == len(taken)
-            for each in operations:
-                assert all(operations[source].row < each.row for source in each.reads)
+@cache
+def two_layers() -> Report:
+    case = ALL["llama"]
+    return te_transform.inspect(case.build(num_hidden_layers=2), case.sample(), backend="te")
+
+
+def test_operations_that_compute_the_same_are_pairs() -> None:
+    some = two_layers()
+    (layers,) = (block for block in blocks_of(some.parts) if block.count > 1)
+    pairs = {each.rule: each.pair for each in layers.after if each.rule}
+    replaced = {
+        rule: [each.title for each in layers.before if each.pair == pair and each.kind != "minor"]
+        for rule, pair in pairs.items()
+    }
+    assert replaced["layernorm_mlp"] == ["rms_norm", "linear", "silu", "linear", "mul", "linear"]
+    assert replaced["layernorm_linear"] == ["rms_norm", "linear", "linear", "linear"]
+    assert replaced["attention"] == ["sdpa"]
+    for operations in (layers.before, layers.after):
+        for place, each in enumerate(operations):
+            assert all(source < place for source in each.reads)
+
+
+def test_a_block_names_the_blocks_that_it_reads() -> None:
+    blocks = blocks_of(two_layers().parts)
+    names = [block.name for block in blocks]
+    assert names[0] == "model.embed_tokens"
+    assert names.index("model.rotary_emb") < names.index("model.layers.{0,1}") < names.index("lm_head")
+    layers = blocks[names.index("model.layers.{0,1}")]
+    assert {"model.embed_tokens", "model.rotary_emb"} <= {names[source] for source in layers.sources}
+    ports = {each.title: each.value for each in layers.before if each.kind == "port"}
+    assert ports["inputs_embeds"] == "from model.embed_tokens, the layer before"
+    assert ports["hidden_states"] == "to the next layer, lm_head"
+    inputs = [each.title for block in blocks for each in block.before if each.kind == "input"]
+    assert "input_ids" in inputs
+
+
+def test_views_and_parts_of_merged_products_have_a_kind() -> None:
+    (layers,) = (block for block in blocks_of(two_layers().parts) if block.count > 1)
+    kinds = {each.title: each.kind for each in layers.after}
+    assert kinds["join"] == kinds["columns"] == kinds["layernorm_linear"] == "merged"
+    assert kinds["reshape"] == kinds["transpose"] == "minor"
+    assert kinds["add"] == ""
+
+
+def test_the_overview_has_the_numbers_of_the_report() -> None:
+    model, inputs = llama_of_8b()
+    some = te_transform.inspect(model.train(), inputs, backend="te", recipe="fp8-delayed")
+    before, after = some.overview.seconds
+    unfused, taken = (duration(sum(classes.values())) for classes in (before, after))
+    told = f"a call is predicted to take {taken} on an H100, {unfused} unfused"
+    assert any(note.startswith(told) for note in some.notes)
+    unfused, step = some.overview.memory
+    assert step == some.memory
+    assert sum(step.classes.values()) == step.peak < unfused.peak == sum(unfused.classes.values())
+    text = parsed(some._repr_html_().partition("<iframe")[0] + "</details>")
+    for title in ("Time of a call", "Memory of a training step", "Operations"):
+        assert title in text
+    assert duration(sum(after.values())) in text
+
+
+def test_a_report_without_predictions_counts_operations() -> None:
+    found = te_transform.inspect(Layers(), torch.ones(2, 8), backend="torch")
+    text = parsed(found._repr_html_().partition("<iframe")[0] + "</details>")
+    assert found.overview.unknown.startswith("predicted for")
+    assert "Time of a call" not in text
+    assert "Operations" in text
+
+
+@pytest.mark.parametrize("rule", [*(rule.name for rule in te_transform.PIPELINE), "mine", "yours"])
+def test_a_rule_has_one_color_that_is_not_red(rule: str) -> None:
+    assert 40 <= hue_of(rule) <= 345
+    chips = {re.search(r"--hue: \d+", report(*fused(rule, *paths))._repr_html_())[0] for paths in ("a", "ab")}
+    assert chips == {f"--hue: {hue_of(rule)}"}
+
+
+def test_the_page_of_a_deep_model_is_small() -> None:
+    models = [nn.Sequential(*(Block() for _ in range(depth))) for depth in (3, 12)]
+    found = [te_transform.inspect(model, torch.zeros(2, 8), backend="torch") for model in models]
+    sizes = [len(renderer.renderer().page(each)) for each in found]
+    assert sizes[1] < sizes[0] + 9 * 100 < 150_000  # a line for each layer
 
 
 def test_a_block_has_its_refused_sites(tmp_path: Path) -> None:

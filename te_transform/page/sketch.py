@@ -6,7 +6,6 @@ import operator
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import Literal
 
 from torch import fx
@@ -80,18 +79,21 @@ class Sketch:
 
     def side(self, side: Side) -> tuple[DrawnOperation, ...]:
         """Return the operations of one side."""
-        columns = [piece.nodes(side) for piece in self.pieces]
-        outside = [*zip(*map(_read_from_outside, columns), strict=False)]
+        members = [piece.nodes(side) for piece in self.pieces]
+        own = {node: pair for pair in self.pieces[0].pairs for node in getattr(pair, side)}
+        outside = [*zip(*map(_read_from_outside, members), strict=False)]
         drawn = [self._entry(same) for same in outside]
-        places = {node: place for place, node in enumerate((*(same[0] for same in outside), *columns[0]))}
-        for node in columns[0]:
+        places = {node: place for place, node in enumerate((*(same[0] for same in outside), *members[0]))}
+        for node in members[0]:
             kind: Kind = "merged" if is_merged(node) else "minor" if is_bookkeeping(node) else ""
             reads = tuple(places[source] for source in node.all_input_nodes if source in places)
-            title, pair = rule_of(node) or called(node), self.pairs[self.home[node][1]]
+            title, pair = rule_of(node) or called(node), self.pairs[own[node]]
             drawn.append(DrawnOperation(title, _result(node), rule_of(node), kind, detail(node), pair, reads))
-        own = [{*column} for column in columns]
-        exits = (self._exit(same, own, places[same[0]]) for same in zip(*columns, strict=True))
-        return (*drawn, *chain.from_iterable(exits))
+        inside = [{*nodes} for nodes in members]
+        for same in zip(*members, strict=True):
+            pair = self.pairs.setdefault(("to", own[same[0]]), len(self.pairs))
+            drawn += self._exit(same, inside, pair, places[same[0]])
+        return tuple(drawn)
 
     def _entry(self, same: Sequence[fx.Node]) -> DrawnOperation:
         """Return the port of a value from outside, given by one node for each piece."""
@@ -106,22 +108,22 @@ class Sketch:
         return DrawnOperation(_named(node), told, "", "port", f"{detail(node)}\n{told}", pair, ())
 
     def _exit(
-        self, same: Sequence[fx.Node], columns: Sequence[set[fx.Node]], place: int
+        self, same: Sequence[fx.Node], inside: Sequence[set[fx.Node]], pair: int, place: int
     ) -> Iterator[DrawnOperation]:
         """Yield a port if other blocks read a value, or if the graph returns it.
 
         Args:
             same: the value in each piece.
-            columns: the operations of each piece.
+            inside: the operations of each piece.
+            pair: the number of the port.
             place: the place of the value in the drawing.
         """
-        readers = [u for node, own in zip(same, columns, strict=True) for u in node.users if u not in own]
+        readers = [u for node, own in zip(same, inside, strict=True) for u in node.users if u not in own]
         if not readers:
             return
         numbers = dict.fromkeys(self.home[user][0] for user in readers if user in self.home)
         told = [self._blocks(numbers, "the next layer")] if numbers else []
         told += ["the output"] * any(user.op == "output" for user in readers)
-        pair = self.pairs.setdefault(("to", self.home[same[0]][1]), len(self.pairs))
         text = f"to {', '.join(told)}"
         yield DrawnOperation(_named(same[0]), text, "", "port", f"{detail(same[0])}\n{text}", pair, (place,))
 
