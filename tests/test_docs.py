@@ -1,6 +1,7 @@
 """The Python in the README and in docs/ runs as it stands there; scripts import what there is."""
 
 import ast
+import json
 import os
 import re
 import subprocess
@@ -121,6 +122,18 @@ def test_torchtitan_trains_what_its_converter_made(given: dict[str, Any]) -> Non
     losses[0].backward()
     optimizer.step()
     assert trained(**given["batch"]).loss < losses[0]
+
+
+def test_the_tour_runs() -> None:
+    cells = json.loads((ROOT / "examples/tour.ipynb").read_text(encoding="utf-8"))["cells"]
+    tour: dict[str, Any] = {"__name__": "tour"}
+    for cell in cells:
+        if cell["cell_type"] == "code":
+            exec(compile("".join(cell["source"]), "tour.ipynb", "exec"), tour)
+            assert cell["outputs"] == []  # a reader makes them
+    assert '<table class="sites fused">' in tour["report"]._repr_html_()
+    assert tour["profile"].seconds > 0
+    assert tour["result"]
 
 
 def test_the_index_of_errors_is_what_the_code_says() -> None:

@@ -99,7 +99,7 @@ def test_the_page_is_dark_where_the_reader_wants_it(browser: object, tmp_path: P
         colors = [page.evaluate(color)]
         page.emulate_media(color_scheme="dark")
         colors.append(page.evaluate(color))
-    assert colors == ["rgb(0, 0, 0)", "rgb(255, 255, 255)"]
+    assert colors == ["rgb(28, 32, 36)", "rgb(230, 233, 237)"]
 
 
 def test_a_click_shows_what_an_operation_is(page: object) -> None:

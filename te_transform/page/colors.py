@@ -28,10 +28,10 @@ _CLASSES = {
     "copies": 205,
     "compiled code": 180,
     "exposed communication": 55,
-    "weights": 255,
+    "weights": 305,
     "AdamW's state": 280,
-    "gradients": 205,
-    "outputs": 340,
+    "gradients": 325,
+    "outputs": 55,
 }
 _UNKNOWN = (90, 130, 170, 190, 230, 270, 295, 320)  # no red, which means failure
 
