@@ -45,7 +45,7 @@ def _data(block: Block) -> dict:
         [[each.title, each.value, each.rule, each.kind, each.pair, each.reads] for each in side]
         for side in (block.before, block.after)
     ]
-    hues = {each.rule: hue_of(each.rule) for each in block.after if each.rule}
+    hues = {rule: hue_of(rule) for rule in ("merge_siblings", *(each.rule for each in block.after)) if rule}
     return {"sides": sides, "sources": block.sources, "hues": hues}
 
 

@@ -26,8 +26,14 @@ const definitions = document.getElementById("definitions");
 // Return the operations of a side that are shown, by number, and their edges, which pass through hidden operations.
 function shown(operations) {
   const isShown = operations.map(each => minor.checked || each[KIND] !== "minor");
-  const sources = number => operations[number][READS].flatMap(read => (isShown[read] ? [read] : sources(read)));
-  const edges = operations.flatMap((_, to) => (isShown[to] ? [...new Set(sources(to))].map(from => [from, to]) : []));
+  const known = new Map();
+  const sources = number => {
+    if (!known.has(number)) {
+      known.set(number, [...new Set(operations[number][READS].flatMap(read => (isShown[read] ? [read] : sources(read))))]);
+    }
+    return known.get(number);
+  };
+  const edges = operations.flatMap((_, to) => (isShown[to] ? sources(to).map(from => [from, to]) : []));
   const linked = new Set(edges.flat());
   const numbers = operations.map((_, n) => n).filter(n => isShown[n] && (linked.has(n) || !isPort(operations[n])));
   return { operations, numbers, edges };
@@ -174,12 +180,12 @@ function fitting(whole, width, letter) {
   return text.length > most ? text.slice(0, most - 1) + "\u2026" : text;
 }
 
-// Return the box of an operation; `lines` are its texts below the title.
+// Return the box of an operation; a frame has its title at the top, and room for other boxes.
 function box(block, place, number, { x, y, width, height }, isFrame) {
   const [title, value, rule, kind, pair] = blocks[block].sides[place][number];
   const replacing = blocks[block].sides[1].find(each => each[PAIR] === pair && each[RULE]);
   const color = kind === "merged" && !rule ? "merge_siblings" : (replacing || [])[RULE];
-  const hue = color === "merge_siblings" ? 305 : blocks[block].hues[color];
+  const { hues } = blocks[block], hue = hues[color];
   const classes = ["operation", kind, color && "colored", rule && "fused", isFrame && "frame"].filter(Boolean).join(" ");
   const left = x - width / 2, top = y - height / 2;
   const said = [title, value, color && !rule ? `replaced by ${color}` : "", kind].filter(Boolean).join(", ");
@@ -189,12 +195,17 @@ function box(block, place, number, { x, y, width, height }, isFrame) {
   });
   const round = isPort([, , , kind]) ? height / 2 : 7;
   group.append(svg("rect", { x: left, y: top, width, height, rx: round }));
-  if (kind === "merged" && rule) group.append(svg("rect", { class: "merged-mark", x: left + 5, y: top + 6, width: 5, height: (isFrame ? TOP : height) - 12, rx: 2 }));
+  if (kind === "merged" && rule) {
+    const mark = { x: left + 5, y: top + 6, width: 5, height: (isFrame ? TOP : height) - 12, rx: 2 };
+    group.append(svg("rect", { class: "merged-mark", style: `--hue: ${hues.merge_siblings}`, ...mark }));
+  }
   const middle = isFrame ? top + TOP / 2 + 4 : y - (value ? 3 : -4);
   group.append(svg("text", { x, y: middle }, fitting(title, width, 7)));
   if (value && !isFrame) group.append(svg("text", { class: "value", x, y: y + 12 }, fitting(value, width, 5.2)));
   const count = blocks[block].sides[0].filter(each => each[PAIR] === pair && each[KIND] !== "minor").length;
-  if (rule && count > 1 && !isFrame && height >= 70) group.append(svg("text", { class: "value", x, y: y + 26 }, `in place of ${count}`));
+  if (rule && count > 1 && !isFrame && height >= 70) {
+    group.append(svg("text", { class: "value", x, y: y + 26 }, `in place of ${count}`));
+  }
   return group;
 }
 
