@@ -173,12 +173,15 @@ def _simulated(steps: list[_Step], outputs: int, gradients: int) -> tuple[int, C
     kept, grown, peak = held.total(), 0, held.copy()
     for step in reversed(steps):
         grown += step.gradients
-        now = held.total() + grown + step.transient + step.flowing
-        if now > peak.total():
-            peak = held + Counter({"gradients": grown, "temporary": step.transient + step.flowing})
+        more = step.transient + step.flowing
+        if held.total() + grown + more > peak.total():
+            peak = held.copy()
+            # fewer bytes than before: the backward has freed some of its own
+            peak.update({"gradients": grown, "temporary" if more > 0 else step.kind: more})
         held[step.kind] -= step.released
     if held.total() + gradients > peak.total():
-        peak = held + Counter({"gradients": gradients})
+        peak = held.copy()
+        peak["gradients"] += gradients
     return kept, peak
 
 
