@@ -19,6 +19,7 @@ from torch import fx, nn
 from te_transform.backends.fp8.fp8_only import is_fp8_only
 from te_transform.backends.fp8.precision import Precision
 from te_transform.backends.joined import make_adjacent
+from te_transform.backends.ranks import is_first_rank
 from te_transform.execution import timing
 from te_transform.execution.calibrate import calibrate
 from te_transform.execution.classes import give_classes_back
@@ -177,7 +178,7 @@ def _capture_and_report(
         _enter_recipe(made, runner, seen, samples)
     for graph in runner.graphs:
         graph.count_anew()
-    log.info("%s", runner.material.report)
+    log.log(logging.INFO if is_first_rank() else logging.DEBUG, "%s", runner.material.report)
 
 
 def _fastest(

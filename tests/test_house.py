@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 ROOMS = ("graph", "canonicalize", "backends", "plan", "passes", "execution", "report", "verify")
-EXTRAS = ("command_line", "experts", "fp8_only", "page", "parallel", "profile", "training")
+EXTRAS = ("command_line", "experts", "fp8_only", "integrations", "page", "parallel", "profile", "training")
 # May name extras: a public name imports its module when it is first read, python -m runs __main__, and the
 # pipeline has the rules of extras.
 ROOTS = ("te_transform", "te_transform.__main__", "te_transform.pipeline")

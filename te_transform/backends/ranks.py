@@ -28,6 +28,11 @@ def groups_of(model: nn.Module) -> tuple[Any, ...]:
     return tuple({group.group_name: group for group in groups}.values())
 
 
+def is_first_rank() -> bool:
+    """Return True on rank 0, and without a process group."""
+    return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
+
+
 def is_sharded(module: nn.Module | None) -> bool:
     """Return True if fully_shard() was applied to the module.
 

@@ -6,8 +6,8 @@ import argparse
 import sys
 
 import torch
-import torch.distributed as dist
 
+from te_transform.backends.ranks import is_first_rank
 from te_transform.command_line.commands import loaded, printing_aside, show
 from te_transform.execution.console import status
 from te_transform.execution.timing import duration
@@ -22,7 +22,7 @@ def run_profile(asked: argparse.Namespace) -> int:
     model, inputs = loaded(asked, on_meta=False)
     with printing_aside(), status("profiling"):
         found = profile(model, inputs, plan=not asked.no_plan)
-    if not dist.is_initialized() or dist.get_rank() == 0:
+    if is_first_rank():
         if asked.html:
             found.to_html(asked.html)
         show(found.to_json() if asked.json else found)

@@ -52,6 +52,12 @@ def raised_at(error: BaseException) -> str:
     return ""
 
 
+def on_terminal(shown: Any) -> None:
+    """Print an object on stderr if stderr is a terminal."""
+    if sys.stderr.isatty():
+        Console(stderr=True).print(shown)
+
+
 def status(doing: str) -> AbstractContextManager[Any]:
     """Show a spinner on stderr if stderr is a terminal."""
     return Console(stderr=True).status(f"te_transform: {doing}") if sys.stderr.isatty() else nullcontext()
