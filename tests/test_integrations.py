@@ -1,4 +1,4 @@
-"""te_transform.integrations: Trainer, accelerate and Lightning convert the model themselves, or train the original."""
+"""Trainer, accelerate and Lightning convert the model once it is placed, or train the original."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import nn
 
-from te_transform.integrations.conversion import Conversion
+from te_transform.integrations.planned_conversion import PlannedConversion
 from te_transform.plan.options import OptionError
 
 _PLACED = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
@@ -35,7 +35,7 @@ def prepare(accelerator: Accelerator, *objects: Any, example_inputs: Any = None,
         OptionError, BackendError: an option is misspelled, or cannot be used here; or not one of the objects
             is a module.
     """
-    conversion = Conversion(example_inputs, options)
+    conversion = PlannedConversion(example_inputs, options)
     models = [each for each in objects if isinstance(each, nn.Module)]
     if len(models) != 1:
         raise OptionError(

@@ -8,7 +8,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins.precision import HalfPrecision
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 
-from te_transform.integrations.conversion import Conversion
+from te_transform.integrations.planned_conversion import PlannedConversion
 from te_transform.plan.options import OptionError
 
 
@@ -32,7 +32,7 @@ class LightningConvertCallback(Callback):
             OptionError, BackendError: an option is misspelled, or cannot be used on this machine.
         """
         self._path = path
-        self._conversion = Conversion(example_inputs, options)
+        self._conversion = PlannedConversion(example_inputs, options)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Move the LightningModule to its device and dtype, as the strategy will, and convert the module.
@@ -43,8 +43,9 @@ class LightningConvertCallback(Callback):
         inside = {path: module for path, module in pl_module.named_modules() if path}
         if self._path not in inside:
             raise OptionError(
-                f"expected the path of a module of {type(pl_module).__name__} ({', '.join([*inside][:5])}), got "
-                f"{self._path!r}; if configure_model() builds it, call te_transform.convert() there"
+                f"expected the path of a module of {type(pl_module).__name__} "
+                f"({', '.join([*inside][:5])}), got {self._path!r}; if configure_model() builds it, call "
+                "te_transform.convert() there"
             )
         if isinstance(trainer.strategy, (DDPStrategy, SingleDeviceStrategy)):  # others shard the model first
             if isinstance(trainer.precision_plugin, HalfPrecision):

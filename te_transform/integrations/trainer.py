@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 from transformers import TrainerCallback
 
-from te_transform.integrations.conversion import Conversion
+from te_transform.integrations.planned_conversion import PlannedConversion
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ class ConvertCallback(TrainerCallback):
         Raises:
             OptionError, BackendError: an option is misspelled, or cannot be used on this machine.
         """
-        self._conversion = Conversion(example_inputs, options)
+        self._conversion = PlannedConversion(example_inputs, options)
         self._model: nn.Module | None = None
 
     def on_init_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:

@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Conversion:
+class PlannedConversion:
     """The example inputs and the options of a conversion that another package's training will ask for.
 
     Raises:
