@@ -1,10 +1,14 @@
 """The package as it is published: a wheel that is built from the sdist has all of it, and runs."""
 
+import ast
 import os
+import re
 import subprocess
 import sys
 import tarfile
+import tomllib
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -73,3 +77,31 @@ def test_runs(installed: Path, tmp_path: Path) -> None:
     home, counts = ran.stdout.splitlines()
     assert Path(home).is_relative_to(installed)
     assert counts == "{'layernorm_linear': 1}"
+
+
+def test_each_recipe_names_the_extra_that_installs_what_it_imports() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    page = (ROOT / "docs/recipes.md").read_text(encoding="utf-8")
+    told = {}
+    for title, recipe in re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", page, re.M | re.S):
+        extras = re.findall(r"^Extra: `(\w+)`\.$", recipe, re.M)
+        needed = [line for extra in extras for line in project["optional-dependencies"][extra]]
+        told[title] = {re.split(r"\W", line)[0] for line in needed}
+        code = "".join(re.findall(r"```python\n(.*?)```", recipe, re.S))
+        imported = {name.partition(".")[0] for name in imports(code)} - {
+            "te_transform",
+            "torch",
+            "torchtitan",
+        }
+        assert bool(extras) == bool(imported), title
+        assert imported <= told[title], title
+    assert told["PEFT"] >= {"peft", "transformers"}
+
+
+def imports(code: str) -> Iterator[str]:
+    """Yield the modules that the code imports."""
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield node.module or ""
