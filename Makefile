@@ -37,7 +37,7 @@ site: $(READY)
 
 lint: $(READY)
 	$(BIN)/ruff check .
-	$(BIN)/pyright --pythonpath $(BIN)/python tests/interface.py
+	$(BIN)/pyright --pythonpath $(BIN)/python
 
 benchmarks: $(READY)
 	$(BIN)/python benchmarks/convert_speed.py

@@ -22,7 +22,7 @@ from rich.progress import track
 from rich.table import Table
 from torch import Tensor, fx, nn
 from torch.optim import AdamW, Optimizer
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 from transformers.utils import logging
 
 import te_transform
@@ -95,9 +95,10 @@ def small_gpt2() -> GPT2Config:
     Without dropout: two runs compare only if they draw the same random masks. Here they would; a fused
     attention kernel is free to draw its own.
     """
-    sizes = {"vocab_size": 256, "n_positions": LENGTH, "n_embd": 128, "n_layer": 4, "n_head": 4}
-    dropouts = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    return GPT2Config(**sizes, **dropouts, bos_token_id=0, eos_token_id=0)
+    config = GPT2Config(vocab_size=256, n_positions=LENGTH, n_embd=128, n_layer=4, n_head=4)
+    config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = 0.0
+    config.bos_token_id = config.eos_token_id = 0
+    return config
 
 
 def train_step(model: nn.Module, optimizer: Optimizer, batch: Batch) -> float:
@@ -148,7 +149,7 @@ def train_side_by_side(runs: list[tuple[nn.Module, Optimizer]], batches: Iterabl
     return difference <= 10 * rounding  # the same kind of noise: 10 is room for luck
 
 
-def comes_home(converted: nn.Module, model: nn.Module) -> bool:
+def comes_home(converted: PreTrainedModel, model: PreTrainedModel) -> bool:
     """Whether a checkpoint of `converted` has `model`'s names, and loads into the plain class bitwise."""
     with tempfile.TemporaryDirectory() as folder:
         converted.save_pretrained(folder)

@@ -18,6 +18,7 @@ import os
 import shutil
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -65,7 +66,7 @@ def main() -> None:
 
 def arguments() -> argparse.Namespace:
     """What is asked for on the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("--recipe", help='"fp8-delayed", "fp8-current" and others, which need a GPU')
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--every", type=int, default=10, help="steps from one checkpoint to the next")
@@ -85,7 +86,9 @@ def made(asked: argparse.Namespace, device: torch.device) -> tuple[nn.Module, to
     config = LlamaConfig(
         vocab_size=256, num_hidden_layers=asked.layers, num_key_value_heads=4, **sizes, use_cache=False
     )
-    model = LlamaForCausalLM(config).to(device, torch.bfloat16 if GPU else torch.float32)
+    model = LlamaForCausalLM(config)
+    dtype = torch.bfloat16 if GPU else torch.float32
+    model.to(device, dtype)  # pyright: ignore  # transformers annotates no self
     example = torch.zeros(BATCH // ranks, LENGTH, dtype=torch.long, device=device)
     inputs = {"input_ids": example, "labels": example}
     # as small as this model is, its products would gain nothing from FP8, and stay out of it
@@ -99,7 +102,7 @@ def made(asked: argparse.Namespace, device: torch.device) -> tuple[nn.Module, to
     return model.train(), torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
 
 
-def state_of(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> dict[str, object]:
+def state_of(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> dict[str, Any]:
     """All that a run goes on from: shards that any number of ranks can load, and FP8's scales."""
     weights, moments = get_state_dict(model, optimizer)
     scales = te_transform.scaling_state(model)

@@ -61,7 +61,7 @@ def main(given: list[str] | None = None) -> None:
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     for flag, what in (
         ("convert", "convert the model"), ("fp8", "convert, with FP8 products"), ("one-bit", "1-bit Adam"),
         ("compile", "convert and compile"), ("drop-layers", "progressive layer dropping"),
@@ -109,7 +109,7 @@ class Run:
         tests = sampled(held_out, 4 * rows, asked.length, seed=rank)
         self.tests = [collated([*part]) for part in tests.split(rows)]
         count = rows * (asked.steps + asked.curriculum * asked.curriculum_steps)  # short steps take less
-        data = sampled(text, count, asked.length, seed=asked.seed * ranks + rank)
+        data: Any = sampled(text, count, asked.length, seed=asked.seed * ranks + rank)
         self.loader: Any = DataLoader(data, rows, collate_fn=collated, num_workers=2 * GPU, pin_memory=GPU)
         if asked.curriculum:
             lengths = {"max_length": asked.length, "total_steps": asked.curriculum_steps}
@@ -135,7 +135,8 @@ class Run:
         sizes |= {"n_head": max(1, asked.width // 64), "vocab_size": 256}
         off = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop", "bos_token_id", "eos_token_id"), 0)
         config = GPT2Config(**sizes, **off, use_cache=False)
-        model = GPT2LMHeadModel(config).to(self.device).train()
+        model = GPT2LMHeadModel(config).train()
+        model.to(self.device)  # pyright: ignore  # transformers annotates no self
         if asked.convert or asked.fp8 or asked.compile or asked.drop_layers:
             options = {"recipe": "fp8-delayed" if asked.fp8 else None, "compile": asked.compile}
             with self.autocast:
@@ -185,9 +186,9 @@ class Run:
         """Return the mean loss of all ranks on full sequences, the same at each call, in nats per byte."""
         self.model.eval()
         with self.autocast:
-            total = sum(self.model(**self.moved(batch)).loss.double() for batch in self.tests)
+            losses = [self.model(**self.moved(batch)).loss.double() for batch in self.tests]
         self.model.train()
-        dist.all_reduce(total)
+        dist.all_reduce(total := torch.stack(losses).sum())
         return total.item() / len(self.tests) / self.ranks
 
     def moved(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import fx, nn
@@ -39,13 +39,14 @@ from te_transform.plan.options import OptionError, Options, check_skip
 from te_transform.reporting import reported
 from te_transform.verify.check import check_sites
 
+M = TypeVar("M", bound=nn.Module)
 log = logging.getLogger(__name__)
 
 
 @suggests
 @one_at_a_time
 def convert(
-    model: nn.Module,
+    model: M,
     example_inputs: Any = None,
     *,
     backend: str = "auto",
@@ -59,7 +60,7 @@ def convert(
     graphs: bool = False,
     inplace: bool = False,
     verify: bool = True,
-) -> nn.Module:
+) -> M:
     """Convert a model to fused ops: same class, same parameters, same results.
 
     Args:
@@ -128,9 +129,7 @@ def convert(
     return (_fastest if compile == "auto" else _convert)(made, original, options, samples)
 
 
-def _convert(
-    made: nn.Module, original: nn.Module | None, options: Options, samples: Sequence[Inputs]
-) -> nn.Module:
+def _convert(made: M, original: M | None, options: Options, samples: Sequence[Inputs]) -> M:
     """Convert `made` in place; it may be a copy of `original`. Errors leave it unchanged."""
     runner = Runner(options, check_sites if options.verify else None)
     try:
@@ -181,9 +180,7 @@ def _capture_and_report(
     log.log(logging.INFO if is_first_rank() else logging.DEBUG, "%s", runner.material.report)
 
 
-def _fastest(
-    made: nn.Module, original: nn.Module | None, options: Options, samples: Sequence[Inputs]
-) -> nn.Module:
+def _fastest(made: M, original: M | None, options: Options, samples: Sequence[Inputs]) -> M:
     """Convert `made` with the options that are fastest on the first sample, in its current mode."""
     ways = options.ways()
     key = timing.key_of(made, samples[0], {**vars(options), "backend": options.backend.NAME}, *ways)
@@ -240,7 +237,7 @@ def _enter_recipe(model: nn.Module, runner: Runner, seen: FirstGraphs, samples: 
         calibrate(model, samples)
 
 
-def revert(converted: nn.Module) -> nn.Module:
+def revert(converted: M) -> M:
     """Restore the original forward of a converted model, in place.
 
     Modules, parameters and their values were never changed by convert(). If parallelize() divided the
@@ -293,7 +290,7 @@ def te_transform(
     return lambda *arguments, runner=runner: run(*arguments)
 
 
-def _copy(model: nn.Module) -> nn.Module:
+def _copy(model: M) -> M:
     try:
         # a copy made in inference mode could not be trained
         with torch.inference_mode(False), torch.no_grad(), same_random(model.parameters()):

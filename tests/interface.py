@@ -12,21 +12,21 @@ from torch import fx, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import te_transform
-from te_transform import training
+from te_transform import integrations, training
 
-model: nn.Module = nn.Linear(2, 2)
+model = nn.Linear(2, 2)
 batch = {"input": torch.ones(2, 2)}
 
 converted = te_transform.convert(
     model, batch, backend="torch", recipe=None, passes=te_transform.PIPELINE, skip=("head",), compile="auto"
 )
-assert_type(converted, nn.Module)
-te_transform.revert(converted)
+assert_type(converted, nn.Linear)
+assert_type(te_transform.revert(converted), nn.Linear)
 assert_type(te_transform.profile(model, batch, plan=False), te_transform.Profile)
 assert_type(te_transform.profile(model).findings[0].gain, float)
 mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
 assert_type(
-    te_transform.parallelize(converted, mesh["tp"], batch, sequence_parallel=True, skip="head"), nn.Module
+    te_transform.parallelize(converted, mesh["tp"], batch, sequence_parallel=True, skip="head"), nn.Linear
 )
 assert_type(te_transform.trace(model, batch, train=False), fx.GraphModule)
 te_transform.quantize_weights(converted)
@@ -63,6 +63,9 @@ cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 3000)
 schedule = training.TokenSchedule(cosine, 2**19, warmup_steps=100, source=curriculum)
 schedule.step()
 assert_type(training.variance_norms(optimizer).max, float)
+
+callback = integrations.ConvertCallback(batch, recipe="fp8-delayed")
+assert_type(callback, integrations.ConvertCallback)
 
 plan = te_transform.PrecisionPlan.read(Path("precision.toml"))
 plan.write("precision.toml")

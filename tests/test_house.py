@@ -269,7 +269,7 @@ SAME_IN_BACKENDS = {
     "HAS_KERNELS", "LayerNormLinear", "LayerNormMLP", "Linear", "NAME", "PaddedLinear", "Rotary",
     "WideLinear", "multiple", "recipe_now", "recipe_of",
 }  # fmt: skip
-SAME_ANYWHERE = {"P", "T", "log", "registered_ops"}
+SAME_ANYWHERE = {"M", "P", "T", "log", "registered_ops"}
 PUBLIC_NAMES = {"Linear"}  # a pattern of te_transform.rules has the name of the op that it matches
 
 

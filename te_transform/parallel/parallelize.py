@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -31,16 +31,18 @@ from te_transform.parallel.layout import Place, ShardLayout, lay_out
 from te_transform.plan.model import wrapped_by
 from te_transform.plan.options import IN_CUDA_GRAPHS, OptionError, Options, check_skip, globs_of
 
+M = TypeVar("M", bound=nn.Module)
+
 
 @suggests
 def parallelize(
-    converted: nn.Module,
+    converted: M,
     mesh: DeviceMesh,
     example_inputs: Any = None,
     *,
     sequence_parallel: bool = False,
     skip: str | Sequence[str] = (),
-) -> nn.Module:
+) -> M:
     """Divide a converted model among the ranks of a mesh: q, k and v, gates and ups by columns, what reads
     them by rows, heads and tables of a vocabulary by classes.
 
