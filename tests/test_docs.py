@@ -30,7 +30,8 @@ def blocks(file: str) -> list[str]:
 
 @pytest.mark.usefixtures("as_given")
 @pytest.mark.parametrize(
-    "file", ["README.md", "CONTRIBUTING.md", "docs/index.md", "docs/rules.md", "docs/verify.md"]
+    "file",
+    ["README.md", "CONTRIBUTING.md", "docs/index.md", "docs/json.md", "docs/rules.md", "docs/verify.md"],
 )
 def test_examples_run(file: str, working_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = ModuleType("page")  # a rule is found again by its name in its module

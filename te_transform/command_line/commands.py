@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import redirect_stdout
-from dataclasses import asdict, replace
+from dataclasses import replace
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -33,6 +32,7 @@ from te_transform.plan.options import OptionError
 from te_transform.plan.precision_plan import PrecisionError
 from te_transform.plan.rule import Rule
 from te_transform.pretrained import config_of
+from te_transform.report.as_json import as_json
 from te_transform.report.report import ExpectationError, Report
 from te_transform.reporting import report as report_of
 from te_transform.verify.layout import Layout
@@ -103,9 +103,8 @@ def run_verify(asked: argparse.Namespace) -> int:
             found = verify(model, converted, inputs)
         except ValueError as error:
             raise OptionError(str(error)) from error
-    _write(
-        asked, report_of(converted), found, verified=bool(found), guilty=found.guilty, skipped=found.skipped
-    )
+    report = report_of(converted)
+    _write(asked, report, found, **found.as_data() | {"notes": (*report.all_notes(), *found.notes)})
     return 0 if found else 1
 
 
@@ -142,10 +141,7 @@ def _run_against(asked: argparse.Namespace) -> int:
             found = verify(model, other, inputs, names=names, weights=weights)
         except ValueError as error:
             raise OptionError(str(error)) from error
-    failed = [f"{row.inputs}: {row}" for row in found.rows if not row.ok]
-    told = {"model": found.model, "verified": bool(found), "failed": failed, "guilty": found.guilty}
-    told |= {"skipped": found.skipped, "dead": found.dead, "notes": found.notes}
-    show(json.dumps(told, indent=1) if asked.json else found)
+    show(found.to_json() if asked.json else found)
     return 0 if found else 1
 
 
@@ -162,7 +158,7 @@ def run_tune(asked: argparse.Namespace) -> int:
     with printing_aside():
         tuned = report_of(convert(model, inputs, inplace=True, compile="auto", **_options(asked)))
     kept = f'stored in {timing.file()} for convert(..., compile="auto") with the same model and inputs'
-    _write(asked, tuned, "\n".join([*tuned.all_timings(), kept]), chosen=tuned.chosen)
+    _write(asked, tuned, "\n".join([*tuned.all_timings(), kept]))
     return 0
 
 
@@ -175,7 +171,7 @@ def _write(asked: argparse.Namespace, report: Report, shown: Any, **more: Any) -
             raise OptionError(
                 f"expected a writable file for --html, got {asked.html} ({error.strerror})"
             ) from error
-    show(json.dumps(_as_data(report) | more, indent=1) if asked.json else shown)
+    show(as_json(report.as_data() | more) if asked.json else shown)
 
 
 def _options(asked: argparse.Namespace) -> dict[str, Any]:
@@ -259,21 +255,6 @@ def _expectation(text: str) -> tuple[str, int]:
         known = ", ".join(rule.name for rule in PIPELINE)
         raise OptionError(f"expected RULE=N for --expect, with a rule of {known}, got {text!r}")
     return rule, int(count)
-
-
-def _as_data(report: Report) -> dict[str, Any]:
-    precision = report.precision
-    return {
-        "model": report.model,
-        "fused": dict(report.counts),
-        "sites": [
-            {name: told for name, told in asdict(site).items() if name != "inside"} for site in report.sites
-        ],
-        "notes": report.all_notes(),
-        "precision": None if precision is None else dict(precision.sites),
-        "memory": None if report.memory is None else asdict(report.memory),
-        "times": [asdict(each) for each in report.timings],
-    }
 
 
 def run_explain(asked: argparse.Namespace) -> int:

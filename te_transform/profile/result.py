@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from os import PathLike
@@ -17,9 +16,9 @@ from rich.text import Text
 
 from te_transform.execution.console import as_text
 from te_transform.execution.timing import duration
+from te_transform.report.as_json import as_json
 from te_transform.report.report import Report
 
-SCHEMA = 1  # version of to_json(): grows if an entry is removed or changes its meaning
 _LEAST = 0.005  # share of the step that a part needs for a line of its own in the text
 
 
@@ -148,12 +147,12 @@ class Profile:
         return f"{self.model}: {duration(self.seconds)} a step ({self.mode}) on {self.device}"
 
     def to_json(self) -> str:
-        """Return the profile as JSON, without the report's graphs; "schema" is the version of its form."""
+        """Return the profile as JSON, without the report's graphs; "schema" is the version of its fields."""
         kept = {name: value for name, value in vars(self).items() if name != "report"}
         lists = {
             name: [asdict(each) for each in kept[name]] for name in ("parts", "findings", "sites", "ranks")
         }
-        return json.dumps({"schema": SCHEMA, **kept, **lists}, indent=1)
+        return as_json({**kept, **lists})
 
     def to_html(self, path: str | PathLike[str]) -> None:
         """Write the profile to `path` as one self-contained HTML page."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from rich import box
 from rich.console import Group
@@ -26,6 +26,7 @@ from te_transform.plan.overview import Overview
 from te_transform.plan.precision_plan import PrecisionPlan
 from te_transform.plan.rule import Outcome
 from te_transform.report import drawing
+from te_transform.report.as_json import as_json
 from te_transform.report.drawing import Part
 from te_transform.report.places import Places, gather, listed, most_valuable_first
 from te_transform.report.renderer import renderer
@@ -188,6 +189,27 @@ class Report:
         if not isinstance(path, (str, PathLike)):
             raise TypeError(f"expected the path of a file, got {path!r}; pass a path such as 'report.html'")
         Path(path).write_text(renderer().page(self), encoding="utf-8")
+
+    def as_data(self) -> dict[str, Any]:
+        """Return the report without its graphs, as numbers, strings, tuples and dicts; see docs/json.md."""
+        precision = self.precision
+        sites = [asdict(site) for site in self.sites]
+        return {
+            "model": self.model,
+            "inputs": self.inputs,
+            "options": self.options,
+            "fused": dict(self.counts),
+            "sites": [{name: each for name, each in site.items() if name != "inside"} for site in sites],
+            "notes": self.all_notes(),
+            "precision": None if precision is None else dict(precision.sites),
+            "memory": None if self.memory is None else asdict(self.memory),
+            "times": [asdict(each) for each in self.timings],
+            "chosen": self.chosen,
+        }
+
+    def to_json(self) -> str:
+        """Return as_data() as JSON; "schema" is the version of its fields."""
+        return as_json(self.as_data())
 
     def graph_text(self, which: Which = "after") -> str:
         """Return the graph as text, one line per node: name, dtype and shape, module path, call."""

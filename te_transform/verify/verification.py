@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Any
 
 from rich import box
 from rich.console import Group
@@ -13,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from te_transform.execution.console import as_text
+from te_transform.report.as_json import as_json
 from te_transform.verify.compare import Row
 from te_transform.verify.names import some
 from te_transform.verify.states import STATE_DICT
@@ -59,6 +61,22 @@ class Verification:
             more = f" ({len(failed)} entries of the state dicts differ)" if len(failed) > 1 else ""
             return f"{self.model}: NOT the same, {failed[0]}{more}"
         return f"{self.model}: NOT the same, {len(failed)} of {len(self.rows)} comparisons failed"
+
+    def as_data(self) -> dict[str, Any]:
+        """Return the result as booleans, strings and tuples; see docs/json.md."""
+        return {
+            "model": self.model,
+            "verified": bool(self),
+            "failed": [f"{row.inputs}: {row}" for row in self.rows if not row.ok],
+            "guilty": self.guilty,
+            "skipped": self.skipped,
+            "dead": self.dead,
+            "notes": self.notes,
+        }
+
+    def to_json(self) -> str:
+        """Return as_data() as JSON; "schema" is the version of its fields."""
+        return as_json(self.as_data())
 
     def __rich__(self) -> Group:
         columns = ("inputs", "compared", "converted", "original", "allowed", "")
