@@ -241,6 +241,18 @@ def test_an_attribute_may_come_later(name: str) -> None:
             vars(shared).pop("late", None)
 
 
+class Config(collections.OrderedDict):
+    """A dict with attributes, as configs of diffusers. Dynamo guards the order of its keys."""
+
+
+@pytest.mark.parametrize("where", [lambda m, held: held, lambda m, held: m.__dict__["held"]])
+def test_a_dict_whose_order_is_guarded_may_get_an_attribute(where: Callable[..., Any]) -> None:
+    def read(model: Model, held: Any, kwargs: dict[str, Any]) -> float:
+        return where(model, held)["width"] + hasattr(where(model, held), "late")
+
+    assert check(read, Config(width=8.0), set_late) == 2  # the graph before the change, and the one after
+
+
 # Classes
 
 

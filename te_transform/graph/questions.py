@@ -104,11 +104,26 @@ def _without_skips(source: Source) -> Source:
 
 
 def _same_answer(builder: Any, guard: Guard, ask: Ask) -> None:
-    """Build the guard for the current answer, before the call changes any state."""
-    answer = ask(builder.get(guard))
-    builder.get_guard_manager(guard).add_lambda_guard(
-        lambda held: ask(held) == answer, _description(guard, ask, guard.name), guard.user_stack
-    )
+    """Build the guard for the current answer, before the call changes any state.
+
+    The manager of a dict whose order of keys is guarded takes no such guard. The root takes it there.
+    """
+    answer, told = ask(builder.get(guard)), _description(guard, ask, guard.name)
+    manager = builder.get_guard_manager(guard)
+    if not isinstance(manager, guards.DictGuardManager):
+        manager.add_lambda_guard(lambda held: ask(held) == answer, told, guard.user_stack)
+        return
+    code = compile(guard.name, "<guard>", "eval")
+    known = {**builder.scope, **guards._get_closure_vars()}
+    del known["L"]  # the arguments of the captured call
+
+    def is_same(local_names: dict[str, Any]) -> bool:
+        try:
+            return ask(eval(code, known, {"L": local_names})) == answer
+        except Exception:  # the dict is not where it was
+            return False
+
+    builder.guard_manager.root.add_lambda_guard(is_same, told, guard.user_stack)
 
 
 def _same_answer_of_process(builder: Any, guard: Guard, ask: Ask) -> None:
