@@ -308,7 +308,7 @@ def test_calls_of_few_tokens_are_predicted_as_they_run(kind: str) -> None:
 
 def test_times_that_inspect_cannot_predict_have_a_reason() -> None:
     in_fp32 = predicted(seeded(Attends), X, backend="te")
-    why = "predicted for products of 16-bit numbers alone (te-transform: --dtype bfloat16)"
+    why = "predicted only for 16-bit products (te-transform: --dtype bfloat16)"
     assert {*in_fp32.values()} == {why}
     told = te_transform.inspect(seeded(Attends), X, backend="te").notes
     assert f"no time is predicted for a call, times are {why}" in told

@@ -522,6 +522,14 @@ def test_a_converted_model_is_profiled_by_its_sites(ignore_size_limits: None) ->
     assert not any("labels" in type(each).__name__ for graph in graphs(made) for each in graph.executors)
 
 
+@pytest.mark.usefixtures("by_size")
+def test_a_converted_model_that_gains_nothing_is_profiled_by_its_modules() -> None:
+    """Such calls may run the user's own code, in which modules have no labels."""
+    made = te_transform.convert(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()), X, backend="torch")
+    paths = [part.path for part in te_transform.profile(made, X).parts]
+    assert {"0", "1"} <= {*paths}
+
+
 def graphs(made: nn.Module) -> list:
     return runner_of(made).graphs
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from te_transform.backends.fp8.gradient_sums import accumulating
-from te_transform.backends.limits import ignore_size_limits, whole_logits
+from te_transform.backends.limits import Switch, ignore_size_limits, whole_logits
 from te_transform.execution.call_context import ModuleCall
 from te_transform.execution.captured_graph import CapturedGraph
 
@@ -26,6 +26,9 @@ IN_A_ROW = 5  # consecutive timed calls; the first is dropped (cold caches)
 ROUNDS = 4  # alternating runs of such calls; the fastest call counts, because delays have other causes
 LASTS = 1000  # calls until the next trial: dtypes, trained parameters and the load may change
 MAX_TRIALS = 64  # the maximum number of trials
+
+graphs_only = Switch()
+"""Calls run captured graphs where the user's own code may be faster, too: a profile labels graphs."""
 
 TOLD = "fusion does not speed up the call, and the user's own code is faster than captured graphs"
 
@@ -84,11 +87,13 @@ class Trials:
         Captured graphs must run:
 
         - if a checkpoint repeats the call, because both runs must save equally many tensors;
-        - if the call is observed or recorded;
+        - if the call is observed, profiled or recorded;
         - inside accumulate();
         - with deterministic algorithms.
         """
-        looked_at = ignore_size_limits or whole_logits or call.is_transformed or call.is_seen_below
+        looked_at = (
+            ignore_size_limits or whole_logits or graphs_only or call.is_transformed or call.is_seen_below
+        )
         is_repeated = call.is_checkpointed or call.in_backward
         if looked_at or call.is_recorded or is_repeated or accumulating or call.is_deterministic:
             return None

@@ -15,7 +15,7 @@ from te_transform.plan.match import Plan, Site
 from te_transform.plan.options import Options
 from te_transform.plan.precision_plan import PrecisionPlan
 
-AS_FAST = "in 16 bits and uncompiled, fused products are faster in gated MLPs alone"
+AS_FAST = "uncompiled and in the weights' own dtype, fused products are faster only in gated MLPs"
 _ALONE = "in plain PyTorch, a linear by itself stays as it is"
 _COMPILED = "left to the compiler, which fuses it by itself"
 _BY_COMPILER = (

@@ -277,7 +277,7 @@ def unknown(plans: Sequence[tuple[str, Plan]], options: Options) -> str | None:
     """Return why no time can be predicted for these options, or None."""
     products = [node for _, plan in plans for node in plan.before.nodes if node.target is ops.linear]
     if not products or {value(node).dtype for node in products} - {*DTYPES}:
-        return "predicted for products of 16-bit numbers alone (te-transform: --dtype bfloat16)"
+        return "predicted only for 16-bit products (te-transform: --dtype bfloat16)"
     if not options.backend.HAS_KERNELS and not options.run_original:
         return "predicted for backend='te' alone"
     recipe = options.recipe.recipe if isinstance(options.recipe, PrecisionPlan) else options.recipe

@@ -114,7 +114,7 @@ def _notes(model: nn.Module, found: Analysis) -> Iterator[str]:
             "profile an idle machine and longer steps"
         )
     if found.recording.watch is None:
-        yield "lines of code are not told, because the model is compiled or converted"
+        yield "lines of code are not shown, because the model is compiled or converted"
 
 
 def _ranks(seconds: float, exposed: float) -> tuple[RankTime, ...]:

@@ -17,6 +17,7 @@ from torch.profiler import profile as profiler
 
 from te_transform.execution.runner import runners
 from te_transform.execution.timing import scalar_of
+from te_transform.execution.trials import graphs_only
 from te_transform.graph.inputs import Inputs, TraceError
 from te_transform.graph.preserve import preserved
 from te_transform.profile.converted import labeled_graphs
@@ -25,7 +26,7 @@ from te_transform.profile.ranges import STEP, Label, Ranges, is_compiled_inside
 from te_transform.profile.watch import Watch
 
 TIMED = 3  # steps that are timed without the profiler
-# Steps before the timed ones: lazy initialization, captures, compilation and trials end in them.
+# Steps before the timed ones: lazy initialization, captures and compilation end in them.
 _UNTIMED, _UNTIMED_COMPILED, _UNTIMED_CONVERTED = 2, 3, 6
 
 
@@ -66,7 +67,7 @@ def record(model: nn.Module, samples: Sequence[Inputs]) -> RecordedSteps:
     made = RecordedSteps(bool(trained))
     ranges = Ranges(model)
     steps = _Steps(model, samples, trained)
-    with preserved(model), _own_gradients(model):
+    with preserved(model), _own_gradients(model), graphs_only:
         untimed = _UNTIMED_CONVERTED if runners(model) else _UNTIMED_COMPILED
         if not (runners(model) or is_compiled_inside(model)):
             untimed, made.watch = _UNTIMED - 1, Watch(ranges)

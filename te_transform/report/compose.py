@@ -15,7 +15,7 @@ from te_transform.graph.edit import snapshot
 from te_transform.graph.nodes import value
 from te_transform.graph.pattern import spelled_as, targets_of, within
 from te_transform.plan import cost, memory
-from te_transform.plan.active import why_inactive
+from te_transform.plan.active import AS_FAST, why_inactive
 from te_transform.plan.assign import path_below, product_paths
 from te_transform.plan.match import Plan
 from te_transform.plan.options import Options
@@ -33,10 +33,6 @@ _COMPILED = (
     "backend's kernels"
 )
 _REPLAYED = "calls run as CUDA graphs, from the third call with the same shapes and mode"
-_AS_FAST = (
-    "products run as captured: uncompiled and in the weights' own dtype, fused products are faster only in "
-    "gated MLPs"
-)
 _WIDE = "the example call multiplies in float32: products run in FP8 only under torch.autocast"
 
 
@@ -225,7 +221,7 @@ def _sizes(
     if in_cuda_graphs and not inside:
         return
     if not gaining or (precision and precision.small_calls):
-        yield from [_AS_FAST] * bool(sites and not inside)
+        yield from [f"products run as captured: {AS_FAST}"] * bool(sites and not inside)
         return
     widths = Counter(value(site.node.args[site.fused.PRODUCTS[0]]).shape[1] for site in gaining)
     ((width, _),) = widths.most_common(1)

@@ -79,11 +79,12 @@ class Verification:
         return as_json(self.as_data())
 
     def __rich__(self) -> Group:
-        columns = ("inputs", "compared", "converted", "original", "allowed", "")
+        columns = ("compared", "converted", "original", "allowed", "")
         table = Table(*columns, box=box.SIMPLE_HEAD, caption="errors are relative and against fp64")
         for inputs, group in groupby(self.rows, key=lambda row: row.inputs):
-            for line in _lines(inputs, list(group)):
-                table.add_row(*line)
+            table.add_row(Text(inputs, style="bold"))
+            for name, *others in _lines(inputs, list(group)):
+                table.add_row(Text(f"  {name}", overflow="fold"), *others)
         notes = [f"guilty: {path or 'the model itself'}" for path in self.guilty]
         notes += [f"skipped: {sentence}" for sentence in self.skipped]
         if self.dead:
@@ -110,9 +111,9 @@ def _lines(inputs: str, rows: list[Row]) -> Iterator[tuple[str, ...]]:
     others = [row for row in rows if not row.name.startswith("gradient")]
     if inputs == STATE_DICT:
         others = [*others[:-1][:_WORST], others[-1]]
-    for number, row in enumerate(others + gradients[:_WORST]):
+    for row in others + gradients[:_WORST]:
         errors = (row.converted, row.original, row.allowed)
         numbers = [f"{error:.1e}" for error in errors] if row.dtype else [""] * 3
         verdict = "ok" if row.ok else f"FAILED {row.reason}".rstrip()
-        yield "" if number else inputs, row.name, *numbers, verdict
-    yield "", f"{sum(row.ok for row in rows)} of {len(rows)} passed", "", "", "", ""
+        yield row.name, *numbers, verdict
+    yield f"{sum(row.ok for row in rows)} of {len(rows)} passed", "", "", "", ""
