@@ -99,10 +99,8 @@ OPTIONS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "case",
-    [pytest.param(case, marks=pytest.mark.integration if case != "evaluated" else ()) for case in OPTIONS],
-)
+@pytest.mark.integration
+@pytest.mark.parametrize("case", OPTIONS)
 def test_trainer_trains_as_the_original(case: str, tmp_path: Path, logged: Lines) -> None:
     make, options = OPTIONS[case]
     plain = trainer(make(), tmp_path / "plain", **options)
