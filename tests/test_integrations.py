@@ -22,6 +22,7 @@ import te_transform
 from te_transform import integrations
 from te_transform.execution.runner import runner_of
 from te_transform.integrations import ConvertCallback, prepare
+from te_transform.integrations.planned_conversion import PlannedConversion
 from tests.packages import BATCHES, LLAMA_IDS, close, llama, original, train, weights
 from tests.ranks import spawn
 
@@ -201,6 +202,14 @@ def test_prepare_trains_as_accelerate_does(logged: Lines) -> None:
     close(found[1], found[0])
     te_transform.report(accelerator.unwrap_model(model)).expect(**OF_GATED)
     assert logged.warnings == []
+
+
+def test_example_inputs_are_moved_to_the_model(logged: Lines) -> None:
+    """A model on meta stands for one on a GPU, which the example inputs are not on."""
+    model = llama().to("meta")
+    PlannedConversion({"input_ids": LLAMA_IDS[:2]}, {}).apply(model)
+    assert logged.warnings == []
+    te_transform.report(model).expect(attention=1)
 
 
 @pytest.mark.parametrize("count", [0, 2])

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from te_transform.backends import BackendError
 from te_transform.backends.ranks import is_first_rank
@@ -42,7 +43,7 @@ class PlannedConversion:
                 "example_inputs of the sizes that the model will run on"
             )
 
-    def apply(self, model: nn.Module) -> bool:
+    def apply(self, model: nn.Module) -> None:
         """Convert `model` in place on all ranks, and show the report on rank 0's terminal.
 
         If a rank cannot convert, all ranks keep the original model, and a warning is logged with the reason.
@@ -50,25 +51,23 @@ class PlannedConversion:
 
         Raises:
             OptionError, BackendError: an option does not fit the model or its device.
-
-        Returns:
-            True if the model is converted, now or before.
         """
         model = model.get_base_model() if hasattr(model, "get_base_model") else model
         if runner_of(model) is not None:
-            return True
+            return
         why = self._failure(model)
         if why is not None:
             log.warning("%s is trained unconverted: %s", type(model).__name__, why)
         elif is_first_rank() and not log.isEnabledFor(logging.INFO):  # convert() logs it at this level
             on_terminal(report(model))
-        return why is None
 
     def _failure(self, model: nn.Module) -> str | None:
         """Convert `model`, and return why a rank could not, or None."""
         why = None
+        device = next((parameter.device for parameter in model.parameters()), None)
         try:
-            convert(model, self.example_inputs, inplace=True, **self.options)
+            inputs = tree_map_only(Tensor, lambda tensor: tensor.to(device), self.example_inputs)
+            convert(model, inputs, inplace=True, **self.options)
         except (OptionError, BackendError):
             raise
         except Exception as error:
