@@ -54,16 +54,19 @@ def load(
     return _from_factory(name, on_meta).to(dtype)
 
 
-def inputs_of(told: Sequence[str], device: torch.device) -> Inputs:
-    """Make random example inputs from texts of the form [NAME=]SHAPE[:DTYPE[:HIGH]].
+def inputs_of(told: Sequence[str], model: nn.Module) -> Inputs:
+    """Make random example inputs from texts of the form [NAME=]SHAPE[:DTYPE[:HIGH]], on the model's device.
 
-    "2x16x64" means normal floats. "ids=2x16:int64:1000" means integers below 1000 for the argument `ids`.
+    "2x16x64" means normal floats in the dtype of the model's first floating point parameter.
+    "ids=2x16:int64:1000" means integers below 1000 for the argument `ids`.
 
     Raises:
         LoadError: a text is invalid; the message says what was expected.
     """
     named = [each.rpartition("=") for each in told]
-    tensors = [_tensor(shape, device) for _, _, shape in named]
+    floats = filter(torch.is_floating_point, model.parameters())
+    like = next(floats, torch.empty(0, dtype=torch.float32, device="cpu"))
+    tensors = [_tensor(shape, like) for _, _, shape in named]
     names = [name for name, _, _ in named]
     if any(equals and not name for name, equals, _ in named):
         raise LoadError(f"expected a name before each =, such as ids=2x16:int64:1000, got {', '.join(told)}")
@@ -74,9 +77,9 @@ def inputs_of(told: Sequence[str], device: torch.device) -> Inputs:
     return Inputs((), dict(zip(names, tensors, strict=True))) if any(names) else Inputs(tuple(tensors))
 
 
-def _tensor(told: str, device: torch.device) -> Tensor:
+def _tensor(told: str, like: Tensor) -> Tensor:
     shape, dtype, high, *more = (*told.split(":"), "", "")
-    kind, sizes = getattr(torch, dtype or "float32", None), shape.split("x")
+    kind, sizes = getattr(torch, dtype, None) if dtype else like.dtype, shape.split("x")
     if (
         any(more)
         or not isinstance(kind, torch.dtype)
@@ -89,7 +92,7 @@ def _tensor(told: str, device: torch.device) -> Tensor:
             drawn = torch.randn(sizes, dtype=torch.float32, device="cpu")
         else:
             drawn = torch.randint(int(high or 2), sizes, dtype=torch.int64, device="cpu")
-        return drawn.to(device, kind)
+        return drawn.to(like.device, kind)
     except (RuntimeError, TypeError) as error:  # out of memory, or HIGH is out of range
         raise LoadError(
             f"expected an input that can be created, got {told!r} ({in_a_line(error)}); pass a smaller one"

@@ -351,6 +351,8 @@ def test_different_numbers_fail(capsys: pytest.CaptureFixture[str], monkeypatch:
 def test_inputs_may_be_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", "models_of_mine:two", "--input", "3x5x16"]) == 0
     assert "(float32[3, 5, 16])" in capsys.readouterr().out
+    assert main(["inspect", "models_of_mine:two", "--dtype", "bfloat16", "--input", "3x5x16"]) == 0
+    assert "(bfloat16[3, 5, 16])" in capsys.readouterr().out
     ids = ["--input", "input_ids=2x6:int64:64", "--input", "attention_mask=2x6:bool"]
     assert main(["inspect", "llama", "--layers", "1", *ids]) == 0
     assert "(input_ids=int64[2, 6], attention_mask=bool[2, 6], use_cache=False)" in (
@@ -744,7 +746,7 @@ MISTAKES: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     ),
     "no such input": (
         lambda folder: ["models_of_mine:two", "--input", "2x4x7"],
-        "pass example inputs by --input",
+        "pass other inputs by --input",
     ),
     "no page": (
         lambda folder: ["models_of_mine:two", "--input", "2x4x16", "--html", "/proc/page.html"],

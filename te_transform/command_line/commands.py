@@ -206,8 +206,7 @@ def _built(asked: argparse.Namespace, on_meta: bool) -> tuple[nn.Module, Inputs]
                 "expected --input without --batch and --length, which are the sizes of generated inputs, got "
                 "both; leave --batch and --length out"
             )
-        device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-        return model, inputs_of(asked.input, device)
+        return model, inputs_of(asked.input, model)
     inputs = _invented(model, asked.batch or asked.usual_batch, _length(model, asked), bool(asked.length))
     is_language_model = type(model).__name__.endswith(_LANGUAGE_MODELS) and "input_ids" in inputs.kwargs
     if is_language_model and not asked.inference:

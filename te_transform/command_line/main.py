@@ -40,7 +40,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except _bad_input() as error:
-        hint = "\nOn the command line, pass example inputs by --input."
+        which = "other" if getattr(asked, "input", None) else "example"
+        hint = f"\nOn the command line, pass {which} inputs by --input."
         named = type(error).__name__ in ("InputError", "TraceError")
         print(f"te-transform: {error}{hint * named}", file=sys.stderr)
         return 2

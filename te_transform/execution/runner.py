@@ -52,7 +52,7 @@ from te_transform.graph.bound import bind
 from te_transform.graph.capture import capture, code_of
 from te_transform.graph.names import name_as_in
 from te_transform.graph.nodes import replaced_function
-from te_transform.graph.preserve import preserved
+from te_transform.graph.preserve import preserved, preserving
 from te_transform.plan.assign import put_in_recipe
 from te_transform.plan.match import Site, plan
 from te_transform.plan.model import CONVERTED, ModelError
@@ -201,7 +201,8 @@ class Runner:
         """Apply the results of the last call of the model before the next call."""
         model_ref = self.model_ref
         model_ref.meet(model)
-        if model_ref.scattered and not is_dispatch_mode_on():  # a mode would see the copies as operations
+        # a mode would see the copies as operations, and memory with other holders is never moved
+        if model_ref.scattered and not is_dispatch_mode_on() and not preserving.get():
             self.make_adjacent(model)
         self.captures.forget_replaced()
         first = model_ref.first_block

@@ -9,6 +9,7 @@ import random
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from contextvars import ContextVar
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -39,6 +40,10 @@ def one_at_a_time(function: Callable[P, T]) -> Callable[P, T]:
     return run
 
 
+preserving: ContextVar[bool] = ContextVar("preserving", default=False)
+"""True within preserved(), which holds the memory of all tensors."""
+
+
 @contextlib.contextmanager
 def preserved(model: nn.Module, original: nn.Module | None = None) -> Iterator[Noted]:
     """Restore every attribute, buffer, training flag and random state of `model` after the body.
@@ -60,6 +65,7 @@ def preserved(model: nn.Module, original: nn.Module | None = None) -> Iterator[N
         for put_back in _numbers_of_parameters(model, original):
             afterwards.callback(put_back)
         before.lend_copies()
+        afterwards.callback(preserving.reset, preserving.set(True))
         with same_random(model.parameters()):
             yield before
     written = [name for name, p, version in versions if p._version != version]
