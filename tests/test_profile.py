@@ -450,7 +450,8 @@ class Island(nn.Module):
             return self.head(x.float())
 
 
-def test_products_in_fp32_are_found_where_bf16_was_intended() -> None:
+def test_products_in_fp32_are_found_where_bf16_was_intended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Replacements, "share", lambda *_: None)  # a small one that gains nothing is not told
     with torch.autocast("cpu", torch.bfloat16):
         (finding,) = profiled(Island()).findings
     assert finding.what == "fp32 products"
