@@ -26,7 +26,7 @@ FIELDS = {
         "report": f"schema {REPORT}",
         "report.sites": f"{SITE} weights seconds fused_seconds kept precision deviations inactive",
         "report.sites.deviations": "name converted original allowed",
-        "report.memory": "inputs weights gradients kept peak",
+        "report.memory": "inputs weights gradients kept peak classes",
         "report.times": "name seconds why",
         "verification": f"schema {VERIFICATION}",
         "verify": f"schema {REPORT} verified failed guilty skipped dead",

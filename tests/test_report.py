@@ -767,7 +767,7 @@ def test_the_overview_has_the_numbers_of_the_report() -> None:
 def test_a_report_without_predictions_counts_operations() -> None:
     found = te_transform.inspect(Layers(), torch.ones(2, 8), backend="torch")
     text = parsed(found._repr_html_().partition("<iframe")[0] + "</details>")
-    assert found.overview.unknown.startswith("predicted for")
+    assert found.overview.unknown.startswith("predicted only for")
     assert "Time of a call" not in text
     assert "Operations" in text
 

@@ -156,7 +156,7 @@ def predict(
     outputs = sum(bytes_of(storage) for _, plan in pieces[-1:] for storage in _outputs(plan))
     gradients = sum(_size(parameter) for parameter in parameters if parameter.requires_grad)
     kept, classes = _simulated(steps, outputs, gradients)
-    return Memory(inputs, sum(map(_size, parameters)), gradients, kept, classes.total(), classes)
+    return Memory(inputs, sum(map(_size, parameters)), gradients, kept, classes.total(), dict(classes))
 
 
 def kept_by_site(prefix: str, plan: Plan, precision: PrecisionPlan | None) -> dict[Site, int]:
