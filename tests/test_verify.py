@@ -1020,7 +1020,8 @@ def test_parameters_become_adjacent_after_the_first_call_was_one_of_verify() -> 
     case = CASES["llama"]
     converted = copy.deepcopy(te_transform.convert(seeded(case.build), case.sample(), verify=False))
     with preserved(converted):
-        converted(**case.sample())
+        for _ in range(2):  # the second finds what the first has joined by a copy
+            converted(**case.sample())
     converted(**case.sample())
     assert not any("something else holds" in note for note in te_transform.report(converted).all_notes())
     layer = converted.model.layers[0].self_attn
