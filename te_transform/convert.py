@@ -87,6 +87,7 @@ def convert(
             "auto" times the candidates and takes the fastest on the first example inputs, in the current
             training or evaluation mode. Candidates are the original code, fused, compiled, and CUDA graphs,
             each without and with the recipe. Timing takes at most five minutes; a file stores the result.
+            With a process group, all ranks must convert: the slowest rank's time counts.
         graphs: True to run forward and backward as CUDA graphs, alone or with compile=True. They are recorded
             in the third call with the same shapes and mode. The recording is checked against the call itself.
         inplace: True to convert `model` itself.
@@ -184,9 +185,9 @@ def _fastest(made: M, original: M | None, options: Options, samples: Sequence[In
     """Convert `made` with the options that are fastest on the first sample, in its current mode."""
     ways = options.ways()
     key = timing.key_of(made, samples[0], {**vars(options), "backend": options.backend.NAME}, *ways)
-    timings = timing.kept_timings(key)
+    timings = timing.of_all_ranks(key, timing.kept_timings(key))
     if not timings:
-        timings = _timings(made, original, ways, samples)
+        timings = timing.of_all_ranks(key, _timings(made, original, ways, samples))
         timing.keep(key, timings)
     best = timing.fastest(timings)
     chosen = replace(options, compile=False) if best is None else ways[best.name]

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import os
 import re
 from pathlib import Path
 
@@ -19,11 +20,13 @@ from te_transform.graph.inputs import Inputs
 from te_transform.inspect import plans_of
 from te_transform.pipeline import PIPELINE
 from te_transform.plan import cost, options
+from tests import compilers
 from tests.attacks import Attends, Pair, X
 from tests.bitwise import untouched
 from tests.conversions import ALL
 from tests.executors.helpers import Deep
 from tests.models.llama import llama_of_8b
+from tests.ranks import spawn
 from tests.zoo import seeded
 
 WAYS = ("as it is", "torch", "torch, compiled", "torch, as CUDA graphs", "torch, compiled, as CUDA graphs")
@@ -132,6 +135,27 @@ def test_timings_are_kept(times: Times, timings_file: Path) -> None:
     convert(model, skip="attention")
     assert len(times.asked) == 4 * before
     assert len(json.loads(timings_file.read_text())) == 4
+
+
+def chosen_by_a_rank(fails: bool) -> str:
+    """Return what a rank chooses whose own fastest mode is another one on each of two ranks."""
+    is_first = torch.distributed.get_rank() == 0
+    own = {"torch": 0.2, "torch, compiled": 0.9} if is_first else {"torch": 0.8, "torch, compiled": 0.1}
+    if fails and is_first:
+        own["as it is"] = 0.0
+    timing.file = lambda: Path(os.devnull)
+    made_up = Times()
+    made_up.update(own)
+    timing.seconds_of = made_up
+    with pytest.MonkeyPatch.context() as patch:
+        compilers.install(patch)
+        return te_transform.report(convert(seeded(Attends))).chosen
+
+
+@pytest.mark.xdist_group("distributed")
+@pytest.mark.parametrize("fails", [False, True])
+def test_ranks_choose_what_is_fastest_on_the_slowest_rank(fails: bool, tmp_path: Path) -> None:
+    assert spawn(chosen_by_a_rank, 2, tmp_path, fails) == ["torch", "torch"]
 
 
 def test_keys_of_timings_are_equal_in_another_process() -> None:

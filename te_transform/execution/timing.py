@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import os
 import re
 import statistics
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
@@ -117,6 +119,24 @@ def fastest(timings: Sequence[Timing]) -> Timing | None:
     return best
 
 
+def of_all_ranks(key: str, timings: Sequence[Timing]) -> Sequence[Timing]:
+    """Return for each mode the timing of the slowest of the ranks with this key; all ranks must call this.
+
+    Ranks with the same key then run in the same mode. The result is empty if one of them has no timings. A
+    mode that fails on one rank has no time. Without a process group, the timings are unchanged.
+    """
+    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        return timings
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, (key, timings))
+    alike = [each for other, each in found if other == key]
+    return [max(of_mode, key=_slowest_last) for of_mode in zip(*alike, strict=True)] if all(alike) else []
+
+
+def _slowest_last(timing: Timing) -> float:
+    return math.inf if timing.seconds is None else timing.seconds
+
+
 def key_of(model: nn.Module, sample: Inputs, *more: Any) -> str:
     """Return the cache key: the GPU, versions, and the model's tensors, inputs and mode."""
     return hashlib.sha256(told_of(model, sample, *more).encode()).hexdigest()
@@ -126,7 +146,7 @@ def told_of(model: nn.Module, sample: Inputs, *more: Any) -> str:
     """Return a text about the GPU, versions, model, inputs and mode that is the same in every process."""
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     tensors = [
-        (name, tuple(t.shape), str(t.dtype), str(t.device), t.requires_grad)
+        (name, tuple(t.shape), str(t.dtype), t.device.type, t.requires_grad)
         for name, t in model.named_parameters()
     ]
     kind = f"{type(model).__module__}.{type(model).__qualname__}"
