@@ -9,6 +9,7 @@ _RULES = {
     "layernorm_mlp": 155,
     "layernorm_linear": 205,
     "linear": 255,
+    "wide_linear": 230,
     "attention": 75,
     "rotary": 115,
     "cross_entropy": 340,
