@@ -5,9 +5,11 @@ divides by a square root, or rounds to bfloat16 inside, answers the same.
 """
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 
 import te_transform
@@ -118,3 +120,20 @@ def weights(model: nn.Module) -> dict[str, Tensor]:
 def gradients(model: nn.Module) -> dict[str, Tensor | None]:
     """Every parameter's gradient, by name."""
     return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def training_arguments(folder: Path, **options: Any) -> transformers.TrainingArguments:
+    """The arguments of four steps of transformers' Trainer, with a checkpoint after each second one."""
+    settings = {
+        "output_dir": str(folder),
+        "max_steps": 4,
+        "save_steps": 2,
+        "logging_steps": 1,
+        "per_device_train_batch_size": 4,
+        "learning_rate": 1e-3,
+        "adam_epsilon": 1e-4,  # no gradient that is all rounding gets a step of full length
+        "use_cpu": True,
+        "report_to": "none",
+        "disable_tqdm": True,
+    }
+    return transformers.TrainingArguments(**settings | options)

@@ -23,7 +23,7 @@ from te_transform import integrations
 from te_transform.execution.runner import runner_of
 from te_transform.integrations import ConvertCallback, prepare
 from te_transform.integrations.planned_conversion import PlannedConversion
-from tests.packages import BATCHES, LLAMA_IDS, close, llama, original, train, weights
+from tests.packages import BATCHES, LLAMA_IDS, close, llama, original, train, training_arguments, weights
 from tests.ranks import spawn
 
 ALMOST = {"rtol": 1e-3, "atol": 1e-5}  # after steps in float32
@@ -63,19 +63,7 @@ def one_accelerator() -> Iterator[None]:
 
 
 def trainer(model: nn.Module, folder: Path, *callbacks: Any, **options: Any) -> transformers.Trainer:
-    settings = {
-        "output_dir": str(folder),
-        "max_steps": 4,
-        "save_steps": 2,
-        "logging_steps": 1,
-        "per_device_train_batch_size": 2,
-        "learning_rate": 1e-3,
-        "adam_epsilon": 1e-4,  # no gradient that is all rounding gets a step of full length
-        "use_cpu": True,
-        "report_to": "none",
-        "disable_tqdm": True,
-    }
-    arguments = transformers.TrainingArguments(**settings | options)
+    arguments = training_arguments(folder, **{"per_device_train_batch_size": 2} | options)
     return transformers.Trainer(
         model, arguments, train_dataset=ROWS, eval_dataset=ROWS[:4], callbacks=[*callbacks]
     )

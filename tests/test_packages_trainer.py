@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 
 import te_transform
 from te_transform.backends.fp8.registry import state_of
-from tests.packages import LLAMA_IDS, close, converted_llama, llama
+from tests.packages import LLAMA_IDS, close, converted_llama, llama, training_arguments
 
 pytestmark = [pytest.mark.integration, pytest.mark.xdist_group("trainer")]  # `runs` once a process
 
@@ -33,19 +33,7 @@ class Sentences(Dataset):
 
 
 def trainer(model: nn.Module, folder: Path, **options: Any) -> transformers.Trainer:
-    settings = {
-        "output_dir": str(folder),
-        "max_steps": 4,
-        "save_steps": 2,
-        "logging_steps": 1,
-        "per_device_train_batch_size": 4,
-        "learning_rate": 1e-3,
-        "adam_epsilon": 1e-4,  # no gradient that is all rounding gets a step of full length
-        "use_cpu": True,
-        "report_to": "none",
-        "disable_tqdm": True,
-    }
-    arguments = transformers.TrainingArguments(**settings | options)
+    arguments = training_arguments(folder, **options)
     return transformers.Trainer(model, arguments, train_dataset=Sentences(), eval_dataset=Sentences())
 
 
