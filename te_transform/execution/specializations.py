@@ -52,18 +52,16 @@ class Ready(NamedTuple):
     """A prepared function for a call.
 
     Attributes:
+        lowered: the graph of `prepared`.
         prepared: computes the outputs from the call's arguments and `known.tensors`.
         known: the precomputed values.
         updates_scales: True if its backward ends with an update of the scales of gradients.
-        reads_values: True if `known` depends on more than the sizes of the arguments.
-        ran: the products that run in FP8, and the key of the function among those with the same products.
     """
 
+    lowered: Specialized
     prepared: Prepared
     known: Precomputed
     updates_scales: bool
-    reads_values: bool
-    ran: tuple[frozenset[Site], tuple[Any, ...]]
 
 
 class ProductsInFP8:
@@ -155,20 +153,19 @@ class Specializations:
         if call.in_backward:
             return self._find_again(call, noted.again() if call.is_checkpointed else None)
         found = self._find(call)
-        ran = found.ran if isinstance(found, Ready) else None
-        noted.note(ran is not None, False, lambda: None, ran)
+        is_ready = isinstance(found, Ready)
+        noted.note(ran=(found.lowered, found.prepared, found.known.key) if is_ready else None)
         return found
 
     def _find_again(self, call: CallContext, noted: NotedCall | None) -> Ready | str:
         """Return the specialization that ran a call in its forward; a checkpoint repeats the call."""
         if noted is None or noted.ran is None:
             return _REPEATED
-        sites, key = noted.ran
-        lowered = self.lowered[sites]
-        known, prepared = lowered.look(call.args, repeats=True), lowered.runs[key]
-        if known is None or prepared is None or known.key != key[: len(known.key)]:
+        lowered, prepared, key = noted.ran
+        known = lowered.look(call.args, repeats=True)
+        if known is None or known.key != key:
             return _REPEATED
-        return Ready(prepared, known, False, lowered.reads_values, noted.ran)
+        return Ready(lowered, prepared, known, updates_scales=False)
 
     def _find(self, call: CallContext) -> Ready | FirstCall | str:
         arguments = call.args
@@ -189,11 +186,10 @@ class Specializations:
         known = lowered.look(arguments)
         if known is None:
             return _UNREADY
-        key = self._key(known, call, scaling)
-        prepared = self._prepared(lowered, known, call, key)
+        prepared = self._prepared(lowered, known, call, scaling)
         if prepared is None:
             return _FAILED
-        return Ready(prepared, known, bool(sites), lowered.reads_values, (sites, key))
+        return Ready(lowered, prepared, known, updates_scales=bool(sites))
 
     def run(self, found: Ready | FirstCall, call: CallContext, fused: Callable[[CallContext], Any]) -> Any:
         """Run a call by the result of find(). `fused` runs a FirstCall."""
@@ -226,16 +222,16 @@ class Specializations:
         )
         return why
 
-    def _key(self, known: Precomputed, call: CallContext, scaling: Any) -> tuple[Any, ...]:
-        sizes, shared = self.sizes(call.args), self._shared(call.args)
-        return (*known.key, scaling, attention_kernels(), sizes, shared, self._bucket(call))
-
     def _prepared(
-        self, lowered: Specialized, known: Precomputed, call: CallContext, key: tuple[Any, ...]
+        self, lowered: Specialized, known: Precomputed, call: CallContext, scaling: Any
     ) -> Prepared | None:
+        bucket = self._bucket(call)
+        arguments = call.args
+        shared = self._shared(arguments)
+        key = (*known.key, scaling, attention_kernels(), self.sizes(arguments), shared, bucket)
         if key not in lowered.runs:
             with compile_lock:  # compilers keep their state in variables that all threads share
-                self._make(key, lowered, known, call.args, self._bucket(call))
+                self._make(key, lowered, known, arguments, bucket)
         return lowered.runs.get(key)
 
     def _make(

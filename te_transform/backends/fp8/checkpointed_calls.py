@@ -21,7 +21,7 @@ class NotedCall:
     Attributes:
         in_fp8: True if they ran in FP8.
         calibrating: True if they ran in their own dtype because there were no scales yet.
-        ran: the specialization that ran a graph, or None.
+        ran: what ran a graph, so that its repetition can be the same; None if it ran fused.
         scales: a copy of the scales of delayed scaling.
         state: the state with which compiled graphs repeat a product.
         forward: the number of the forward.
@@ -58,7 +58,11 @@ class NotedCalls:
         self.noted: deque[NotedCall] = deque(maxlen=self.MOST)
 
     def note(
-        self, in_fp8: bool, calibrating: bool, scales: Callable[[], Tensor | None], ran: Any = None
+        self,
+        in_fp8: bool = False,
+        calibrating: bool = False,
+        scales: Callable[[], Tensor | None] = lambda: None,
+        ran: Any = None,
     ) -> None:
         """Note a call that starts now; `scales` returns a copy of its scales."""
         forward, last = forward_number(), self.noted[-1] if self.noted else None

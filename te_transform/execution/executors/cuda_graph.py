@@ -91,7 +91,7 @@ class CudaGraph:
         found, step = call.found
         outputs = self.specializations.run(found, call, self.fused.run)
         is_ready = step is not None and isinstance(found, Ready)
-        if is_ready and not found.known.states and not found.reads_values:
+        if is_ready and not found.known.states and not found.lowered.reads_values:
             self._keep(step, found, call.args)
         return outputs
 
