@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from te_transform.backends.ranks import gathered
 from te_transform.execution.runner import runner_of
 from te_transform.execution.timing import installed_version
 from te_transform.graph.keywords import suggests
@@ -54,8 +55,7 @@ def check_ranks(converted: nn.Module, mesh: DeviceMesh | None = None, group: Any
         raise RanksError(
             "expected a process group, got none; call torch.distributed.init_process_group() first"
         )
-    found: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(found, own, group)
+    found = gathered(own, group)
     differ = [
         f"rank {rank} has {what} {its[what]}, rank 0 has {found[0][what]}"
         for rank, its in enumerate(found)

@@ -33,6 +33,15 @@ def is_first_rank() -> bool:
     return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
 
 
+def gathered(value: Any, group: Any = None) -> list[Any]:
+    """Return the values of all ranks of a group, which must all call this; without a group, this value."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return [value]
+    found: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, value, group)
+    return found
+
+
 def is_sharded(module: nn.Module | None) -> bool:
     """Return True if fully_shard() was applied to the module.
 

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from te_transform.backends.ranks import gathered
 from te_transform.execution.calibrate import loss_of
 from te_transform.graph.inputs import Inputs
 from te_transform.graph.preserve import preserved
@@ -123,13 +123,9 @@ def of_all_ranks(key: str, timings: Sequence[Timing]) -> Sequence[Timing]:
     """Return for each mode the timing of the slowest of the ranks with this key; all ranks must call this.
 
     Ranks with the same key then run in the same mode. The result is empty if one of them has no timings. A
-    mode that fails on one rank has no time. Without a process group, the timings are unchanged.
+    mode that fails on one rank has no time.
     """
-    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
-        return timings
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, (key, timings))
-    alike = [each for other, each in found if other == key]
+    alike = [each for other, each in gathered((key, timings)) if other == key]
     return [max(of_mode, key=_slowest_last) for of_mode in zip(*alike, strict=True)] if all(alike) else []
 
 

@@ -7,12 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from te_transform.backends import BackendError
-from te_transform.backends.ranks import is_first_rank
+from te_transform.backends.ranks import gathered, is_first_rank
 from te_transform.check_ranks import RanksError, check_ranks
 from te_transform.convert import convert, revert
 from te_transform.execution.console import in_a_line, on_terminal
@@ -72,8 +71,7 @@ class PlannedConversion:
             raise
         except Exception as error:
             why = in_a_line(error)
-        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            why = _failure_of_ranks(model, why)
+        why = _failure_of_ranks(model, why)
         if why is not None and runner_of(model) is not None:
             revert(model)
         return why
@@ -84,8 +82,9 @@ def _failure_of_ranks(model: nn.Module, own: str | None) -> str | None:
 
     FP8 scales are exchanged in collectives of converted models: a rank without them would hang the others.
     """
-    found: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, own)
+    found = gathered(own)
+    if len(found) == 1:
+        return own
     if failed := [f"rank {rank}: {why}" for rank, why in enumerate(found) if why is not None]:
         return own or failed[0]
     try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -14,7 +13,7 @@ from te_transform.page.pairs import rule_of
 from te_transform.page.sketch import DrawnOperation, Sketch
 from te_transform.plan.rule import Outcome
 from te_transform.report.drawing import Part, described, module_text
-from te_transform.report.places import listed
+from te_transform.report.places import listed, unnumbered
 
 
 @dataclass(frozen=True)
@@ -89,11 +88,7 @@ def _below(path: str, inner: str) -> str | None:
 
 def _shape(piece: DrawnPiece) -> tuple:
     """Return a key that is equal for pieces drawn as one."""
-    return _unnumbered(piece.paths[0]), *(tuple(_told(piece, side)) for side in ("before", "after"))
-
-
-def _unnumbered(path: str) -> str:
-    return re.sub(r"(?<![^.])\d+(?![^.])", "*", path)
+    return unnumbered(piece.paths[0]), *(tuple(_told(piece, side)) for side in ("before", "after"))
 
 
 def _told(piece: DrawnPiece, side: Side) -> Iterator[tuple]:
@@ -107,5 +102,5 @@ def _told(piece: DrawnPiece, side: Side) -> Iterator[tuple]:
     for node, pair in nodes:
         arguments = str(fx.node.map_arg((node.args, node.kwargs), argument))
         path = module_text(node)
-        module = path.removeprefix(piece.path) if path.startswith(piece.path) else _unnumbered(path)
+        module = path.removeprefix(piece.path) if path.startswith(piece.path) else unnumbered(path)
         yield rule_of(node) or called(node), described(node), module, arguments, pair

@@ -15,13 +15,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from te_transform.backends.fp8.registry import share_state
 from te_transform.backends.joined import local, standing_for
+from te_transform.backends.ranks import gathered
 from te_transform.canonicalize.op import Forms
 from te_transform.graph.nodes import MADE_ANEW, is_parameter
 from te_transform.parallel.collectives import Move, Ranks, Shards
@@ -275,8 +275,7 @@ def check_random(ranks: Ranks) -> None:
     """
     device = ranks.mesh.device_type
     state = torch.get_rng_state() if device == "cpu" else torch.cuda.get_rng_state()
-    found: list[Any] = [None] * ranks.count
-    dist.all_gather_object(found, state.numpy().tobytes(), group=ranks.mesh.get_group())
+    found = gathered(state.numpy().tobytes(), ranks.mesh.get_group())
     if len(set(found)) > 1:
         raise ParallelError(
             f"the model has dropouts of values that the {ranks.count} ranks have in common, and the ranks' "

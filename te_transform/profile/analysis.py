@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -15,7 +14,7 @@ from te_transform.profile.result import PartTime
 from te_transform.profile.steps import RecordedSteps
 from te_transform.profile.timeline import slices_of
 from te_transform.profile.tree import Op, ops_of
-from te_transform.report.places import listed
+from te_transform.report.places import listed, unnumbered
 
 NS = 1e-9  # seconds in a nanosecond
 
@@ -112,7 +111,7 @@ class Analysis:
 
 def alike(label: Label) -> tuple[str, str, str]:
     """Return a key that equal layers share."""
-    return re.sub(r"(?<![^.])\d+(?![^.])", "*", label.path), label.kind, label.rule
+    return unnumbered(label.path), label.kind, label.rule
 
 
 def where(labels: Iterable[Label]) -> str:

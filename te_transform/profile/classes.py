@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 from functools import cache
 
+from te_transform.plan.cost import WAITING
+
 PRODUCT, ATTENTION, NORM, CAST, COPY = "products", "attention", "norms", "casts", "copies"
 ELEMENTWISE, COMPILED = "elementwise", "compiled code"
-COMMUNICATION, OVERHEAD, IDLE = "exposed communication", "Python and launches", "waiting for the CPU"
+COMMUNICATION, OVERHEAD, IDLE = "exposed communication", "Python and launches", WAITING
 
 CLASSES = (
     PRODUCT, ATTENTION, NORM, ELEMENTWISE, CAST, COPY, COMPILED, COMMUNICATION, OVERHEAD, IDLE,

@@ -9,9 +9,9 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
+from te_transform.backends.ranks import gathered
 from te_transform.execution.runner import runner_of, runners
 from te_transform.graph.inputs import Inputs, as_inputs
 from te_transform.graph.keywords import suggests
@@ -118,10 +118,9 @@ def _notes(model: nn.Module, found: Analysis) -> Iterator[str]:
 
 
 def _ranks(seconds: float, exposed: float) -> tuple[RankTime, ...]:
-    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+    found = gathered((seconds, exposed))
+    if len(found) == 1:
         return ()
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, (seconds, exposed))
     return tuple(RankTime(rank, *told) for rank, told in enumerate(found))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -100,3 +101,8 @@ def _spelled(part: str | frozenset[int]) -> str:
     spans = [[number for _, number in run] for _, run in runs]
     texts = [f"{s[0]}..{s[-1]}" if len(s) > 2 else ",".join(map(str, s)) for s in spans]
     return ",".join(texts) if len(part) == 1 else "{" + ",".join(texts) + "}"
+
+
+def unnumbered(path: str) -> str:
+    """Return a module path with * for each number, so that equal layers have the same."""
+    return re.sub(r"(?<![^.])\d+(?![^.])", "*", path)
