@@ -2,9 +2,9 @@
 
     python benchmarks/single_ops.py [router pairs deepseek sequences] [--tokens 8192]
 
-A router in fp32 (widths of Qwen3 30B and of DeepSeek V3), rotations of neighboring columns (GLM), of
-neighbors that are put half a head apart (DeepSeek), and by angles of each sequence. ms of a step, each of
-several in a row, by turns in one process. Nothing is asserted.
+The ops are a router in fp32 (sizes of Qwen3 30B and DeepSeek V3), and rotations: of neighboring columns
+(GLM), of neighbors that move half a head apart (DeepSeek), and by other angles in each sequence. Times are
+milliseconds of a forward and backward. Contenders take turns in one process. Nothing is asserted.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def main() -> None:
 
 
 def milliseconds(*steps: Step) -> list[float]:
-    """Of each step: the median of the rounds, in which all steps take turns."""
+    """Return the median time of each step over the rounds, in which all steps take turns."""
     times = [[measure.in_a_row(step, STEPS) * 1e3 for step in steps] for _ in range(ROUNDS)]
     return [statistics.median(of_step) for of_step in zip(*times, strict=True)]
 
@@ -81,7 +81,7 @@ OPS = {"router": router, "pairs": pairs, "deepseek": deepseek, "sequences": sequ
 
 
 def trained(op: Callable[..., Tensor], x: Tensor, *others: Tensor | None) -> Step:
-    """A forward and a backward of an op."""
+    """Return a function that runs an op forward and backward."""
     x = x.detach().requires_grad_()
     grad = torch.ones_like(op(x, *others))
 

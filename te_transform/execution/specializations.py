@@ -87,8 +87,8 @@ class Specializations:
 
     - calls from which matrix products take their first scales. The first call with the same shapes and mode
       shows which products run in FP8;
-    - calls in accumulate(), and repetitions of calls that ran fused. A checkpoint counts on the repetition to
-      save the same tensors as the call.
+    - calls in accumulate();
+    - repetitions of calls that ran fused, because a checkpoint requires both to save the same tensors.
 
     Args:
         version: the graph, and its sites that run as captured.

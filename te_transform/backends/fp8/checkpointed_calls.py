@@ -21,7 +21,7 @@ class NotedCall:
     Attributes:
         in_fp8: True if they ran in FP8.
         calibrating: True if they ran in their own dtype because there were no scales yet.
-        ran: what ran a graph, so that its repetition can be the same; None if it ran fused.
+        ran: the compiled function that ran a graph, with its key; None if the graph ran fused.
         scales: a copy of the scales of delayed scaling.
         state: the state with which compiled graphs repeat a product.
         forward: the number of the forward.
