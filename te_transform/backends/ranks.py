@@ -51,6 +51,15 @@ def is_sharded(module: nn.Module | None) -> bool:
     return any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__)  # avoids importing FSDP
 
 
+def fsdp_groups(module: nn.Module) -> list[Any]:
+    """Return the groups of parameters that fully_shard() gathers together for calls of this module."""
+    state = module._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):
+        return state._fsdp_param_groups
+    group = getattr(state, "_fsdp_param_group", None)  # of earlier versions of PyTorch
+    return [] if group is None else [group]
+
+
 def bucket_size() -> int | None:
     """Return the bucket size of the running DistributedDataParallel in bytes, or None without one."""
     wrapper = DistributedDataParallel._get_active_ddp_module()
@@ -71,8 +80,7 @@ def _meshes_of(model: nn.Module) -> list[Any]:
     found = {parameter.device_mesh for parameter in model.parameters() if isinstance(parameter, DTensor)}
     if isinstance(model, FSDPModule):
         # in the forward of a module that FSDP2 shards, the parameters are gathered
-        group = getattr(model._get_fsdp_state(), "_fsdp_param_group", None)
-        found |= set() if group is None else {group.mesh_info.mesh}
+        found |= {group.mesh_info.mesh for group in fsdp_groups(model)}
     return sorted(found, key=lambda mesh: -mesh.ndim)
 
 

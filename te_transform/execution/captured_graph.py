@@ -20,6 +20,7 @@ from te_transform.execution.executors.cuda_graph import CudaGraph
 from te_transform.execution.executors.fused import Fused
 from te_transform.execution.executors.inductor import Inductor
 from te_transform.execution.extension import Extension
+from te_transform.execution.gathered import note_graph
 from te_transform.execution.graph_version import GraphVersion
 from te_transform.execution.lower import ScatteredGroups
 from te_transform.execution.modes import put_back
@@ -119,6 +120,7 @@ class CapturedGraph:
 
     def __call__(self, *arguments: Any) -> Any:
         owner = self.owner
+        note_graph()
         if self.unchecked:
             self._check(arguments)
         observer = owner.observer

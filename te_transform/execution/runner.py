@@ -36,6 +36,7 @@ from te_transform.execution.classes import ModuleRole, Role, parts_stay_out, res
 from te_transform.execution.division import Division, RankGroup
 from te_transform.execution.executors.user_code import UserCode
 from te_transform.execution.extension import Extension
+from te_transform.execution.gathered import gather_again, run_gathered
 from te_transform.execution.lower import ScatteredGroups
 from te_transform.execution.material import ReportMaterial
 from te_transform.execution.model_ref import ModelRef, held_groups_told
@@ -124,7 +125,7 @@ class Runner:
         token, before = _calling.set(True), len(self.graphs)
         try:
             with nullcontext() if extension is None else extension.around(call):
-                out = self._run(call)
+                out = run_gathered(call, partial(self._run, call), self.tell)
         finally:
             _calling.reset(token)
         if extension is not None:
@@ -418,6 +419,7 @@ def detach(model: nn.Module) -> None:
             runner.division.collect()
             runner.division = None
     for module in model.modules():
+        gather_again(module)
         restore_class(module)
     for parameter in model.parameters():
         parameter.__dict__.pop(CONVERTED, None)

@@ -17,6 +17,7 @@ from te_transform.backends.ranks import bucket_size
 from te_transform.backends.tensor_registry import TensorRegistry
 from te_transform.canonicalize import written
 from te_transform.execution.call_context import CallContext
+from te_transform.execution.gathered import with_copied_vectors
 from te_transform.execution.graph_version import GraphVersion
 from te_transform.execution.pieces import dropped
 from te_transform.execution.prepared import Prepared
@@ -197,7 +198,8 @@ class Specializations:
             outputs = fused(call)
             self._learn(found, call)
             return outputs
-        outputs = found.prepared(*call.args, *found.known.tensors)
+        arguments = with_copied_vectors(call.args) if found.updates_scales else call.args
+        outputs = found.prepared(*arguments, *found.known.tensors)
         if found.updates_scales and call.records_gradients:
             self.options.backend.update_scales_after_backward(outputs)
         return outputs
