@@ -1,6 +1,7 @@
 """Canonical graphs: they compute what was captured, in the ops of graph/ops.py, whatever the spelling was."""
 
 import math
+import operator
 from collections.abc import Callable
 
 import pytest
@@ -11,7 +12,7 @@ from torch import Tensor
 import te_transform
 from te_transform.graph import ops
 from te_transform.graph.nodes import shape_of
-from tests.captures import BOUND, canonical, error, named, op_counts, targets, the
+from tests.captures import BOUND, canonical, canonicalize, capture, error, named, op_counts, targets, the
 from tests.rules.tables import X, linear, written
 
 HIDDEN, HEADS, WIDTH, LENGTH, BATCH = 32, 4, 8, 6, 3
@@ -588,6 +589,47 @@ def test_not_rope_half_by_half(combine) -> None:
     assert ops.rope not in targets(canonical(_halves(combine), QUERY, cos, sin))
 
 
+LAYOUTS = {
+    "sections": lambda part: torch.cat([m[i] for i, m in enumerate(part.split([1, 2, 5], -1))], -1),
+    "of neighbors": lambda part: torch.stack((part[0], part[1]), -1).flatten(-2)[..., 2:10],
+    "scaled between": lambda part: torch.cat((part[0, ..., :4], part[1, ..., 4:]), -1).mul(1.5).float(),
+    "unsqueezed between": lambda part: torch.cat((part[0][:, None, :, :4], part[2][:, None, :, :4]), -1)[
+        :, 0
+    ],
+    "moved": lambda part: part.transpose(0, 1)[:, 1].repeat_interleave(2, -1)[..., :8],
+}
+
+
+@pytest.mark.parametrize("join", LAYOUTS.values(), ids=LAYOUTS)
+def test_layouts_of_cosines_become_layouts_of_angles(join) -> None:
+    def rope(m, x, angles, sign=1):
+        cos, sin = join(angles.cos())[:, None], join(angles.sin())[:, None]
+        return x * cos + _rotate_half(x) * (sin if sign > 0 else -sin)
+
+    angles = torch.randn(3, BATCH, LENGTH, WIDTH)
+    for sign in (1, -1):
+        graph = canonical(lambda m, x, angles, sign=sign: rope(m, x, angles, sign), QUERY, angles)
+        _, cos, sin, *_ = the(graph, ops.rope)
+        turns = {node.target: node.args[0] for node in graph.nodes if node.target in (torch.cos, torch.sin)}
+        assert turns.keys() == {torch.cos, torch.sin}
+        assert turns[torch.cos] is turns[torch.sin]
+        for node in (cos, sin):
+            while node.target not in turns:
+                assert node.target in (torch.unsqueeze, torch.mul, ops.cast)
+                node = node.args[0]
+
+
+def test_layouts_of_other_values_stay() -> None:
+    def rope(m, x, angles):
+        cos, sin = angles.cos(), angles.sin()
+        mixed = torch.cat((cos[0, ..., :4], sin[0, ..., 4:]), -1)[:, None]
+        return x * mixed + _rotate_half(x) * torch.cat((sin[0, ..., :4], sin[1, ..., 4:]), -1)[:, None]
+
+    graph = canonical(rope, QUERY, torch.randn(3, BATCH, LENGTH, WIDTH))
+    _, cos, sin, *_ = the(graph, ops.rope)
+    assert [node.args[0].target for node in (cos, sin)] == [torch.cat, torch.cat]
+
+
 def test_an_index_of_several_nones_is_an_unsqueeze_for_each() -> None:
     for index in (
         lambda x: x[None, None],
@@ -745,6 +787,57 @@ def test_writes_in_place_become_values_only_unseen(function, stays: bool) -> Non
     graph = canonical(function, torch.randn(2, 5), cache=torch.zeros(2, 5))
     names = {getattr(target, "__name__", target) for target in targets(graph)}
     assert any(name in names for name in ("mul_", "setitem", "index_put_")) is stays
+
+
+def _sections(m, x):
+    """As Qwen 3 VL: columns of other rows are written into the first row."""
+    both = x.cos() * 1.5
+    first = both[0]
+    for row in (1, 2):
+        first[..., row:5:3] = both[row, ..., row:5:3]
+    return first * both[1]
+
+
+def _one_row(write, x):
+    """What is read after `write(first, both)`, in which both is [3, 6] and first its first row."""
+    both = x.sin()
+    first = both[0]
+    read = write(first, both)
+    return first + (0 if read is None else read)
+
+
+def _columns(first, values, at=slice(2)):
+    first[..., at] = values
+
+
+COLUMNS = {
+    "of other rows": (_sections, False),
+    "of all columns": (lambda f, b: _columns(f, b[1], slice(None)), False),
+    "another row is read": (lambda f, b: (_columns(f, b[1, :2]), b[2])[1], False),
+    "a row is read that may be the same": (lambda f, b: (_columns(f, b[1, :2]), b[-1])[1], True),
+    "the whole is read": (lambda f, b: (_columns(f, b[1, :2]), b)[1], True),
+    "a view is read": (lambda f, b: ((v := f[1:]), _columns(f, b[1, :2]), v.sum())[-1], True),
+    "one value for all": (lambda f, b: _columns(f, b[1, :1]), True),
+    "a number": (lambda f, b: _columns(f, 0.5), True),
+    "another dtype": (lambda f, b: _columns(f, b[1, :2].double()), True),
+    "rows": (lambda f, b: b.__setitem__((slice(1), ...), b[1:2]), True),
+}
+
+
+@pytest.mark.parametrize("name", COLUMNS)
+def test_columns_of_cosines_and_sines_are_not_written_to(name: str) -> None:
+    function, stays = COLUMNS[name]
+    whole = function if function is _sections else lambda m, x: _one_row(function, x)
+    graph = canonical(whole, torch.randn(3, 6))
+    assert (operator.setitem in targets(graph)) is stays
+    assert (torch.slice_scatter in targets(graph)) is not stays
+
+
+def test_cosines_that_need_gradients_are_written_to() -> None:
+    """The backward of the original may raise, and so has to that of the copy."""
+    model = written(lambda m, x: _sections(m, x * m.w), w=lambda: torch.nn.Parameter(torch.ones(6)))()
+    (captured,) = capture(model, (torch.randn(3, 6),))
+    assert operator.setitem in targets(canonicalize(captured.module.graph))
 
 
 @torch.library.custom_op("te_transform_tests::double", mutates_args={"y"})

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from torch import fx
 
 from te_transform.canonicalize.activations import ACTIVATION_SPELLINGS, put_gates_first
+from te_transform.canonicalize.angles import take_angles
 from te_transform.canonicalize.attention import ATTENTION
 from te_transform.canonicalize.composites import inline_composites
 from te_transform.canonicalize.functions import spell_functions
@@ -26,6 +27,7 @@ from te_transform.canonicalize.norms import NORM_SPELLINGS
 from te_transform.canonicalize.op import Forms, write
 from te_transform.canonicalize.products import spell_products
 from te_transform.canonicalize.rotary import ROTARY, WIDE_ROTARY, join_parts
+from te_transform.canonicalize.scattered import scatter_columns
 from te_transform.canonicalize.score_layout import drop_score_transposes
 from te_transform.canonicalize.shared import share_angles, share_norms
 from te_transform.canonicalize.sizes import read_sizes_early
@@ -49,8 +51,9 @@ def canonicalize(graph: fx.Graph, forms: Sequence[Forms] = ()) -> fx.Graph:
     stay, except autograd.Functions that are activations.
 
     The captured graph is edited too, and its results do not change. Composite functions are inlined, sizes
-    are read early, and `forms` make their own edits. After an in-place write, readers of the tensor read the
-    node of the write, so the write lies between the value and its readers.
+    are read early, writes to cosines and sines become new tensors, and `forms` make their own edits. After an
+    in-place write, readers of the tensor read the node of the write, so the write lies between the value and
+    its readers.
 
     Args:
         graph: the captured graph.
@@ -60,6 +63,7 @@ def canonicalize(graph: fx.Graph, forms: Sequence[Forms] = ()) -> fx.Graph:
     put_by_index(graph)
     read_results(graph)
     compute_new_results(graph)
+    scatter_columns(graph)
     for each in forms:
         each.prepare(graph)
     read_sizes_early(graph)
@@ -76,11 +80,12 @@ def canonicalize(graph: fx.Graph, forms: Sequence[Forms] = ()) -> fx.Graph:
     drop_noise(canonical)
     share_angles(canonical)
     join_parts(canonical)
-    share_angles(canonical)  # of each layer's rotations
     write(canonical, SOFTMAXES)
     drop_score_transposes(canonical)
     for spellings in _SPELLINGS:
         write(canonical, spellings)
+    take_angles(canonical)
+    share_angles(canonical)  # of each layer's rotations
     for each in forms:
         each.spell(canonical)
         write(canonical, each.spellings)

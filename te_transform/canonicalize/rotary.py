@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
 from torch import fx
 
-from te_transform.canonicalize.angles import IN_PAIRS, REVERSED, TWICE, Angles
 from te_transform.canonicalize.op import Spelling
 from te_transform.canonicalize.parts import ColumnHalf, are_both, part_of
 from te_transform.graph import edit, ops
@@ -101,14 +100,27 @@ def join_parts(graph: fx.Graph) -> None:
         if rotation is None or not alone or len({node.meta["region"] for node in covered}) > 1:
             continue
         in_pairs = root.target is not torch.cat
-        reads = [read for node in covered for read in node.all_input_nodes if read not in covered]
-        changes = () if rotation.whole else (IN_PAIRS if in_pairs else TWICE,)
-        changes += (REVERSED,) if rotation.sign < 0 else ()
-        angles = Angles(graph, root, known)
-        cos, sin = angles(rotation.cos, torch.cos, *changes), angles(rotation.sin, torch.sin, *changes)
+        cos, sin = rotation.cos, rotation.sin
+        if rotation.sign < 0:
+            sin = _made(graph, root, known, torch.neg, (sin,))
+        if not rotation.whole and in_pairs:
+            cos, sin = (
+                _made(graph, root, known, torch.repeat_interleave, (part, 2, -1)) for part in (cos, sin)
+            )
+        elif not rotation.whole:
+            cos, sin = (_made(graph, root, known, torch.cat, ((part, part), -1)) for part in (cos, sin))
         how = (False, True) if in_pairs else ()
         edit.replace(graph, covered, ops.rope, (rotation.part.x, cos, sin, *how))
-        edit.erase_unread(graph, [node for node in reads if not node._erased])
+
+
+def _made(
+    graph: fx.Graph, root: fx.Node, known: dict[tuple, fx.Node], target: Callable, args: tuple
+) -> fx.Node:
+    """Return a call before `root`; rotations of one region share equal calls."""
+    key = target, args, root.meta["region"]
+    if key not in known:
+        known[key] = edit.insert(graph, [root], target, args)
+    return known[key]
 
 
 def _by_parts(root: fx.Node, covered: list[fx.Node]) -> _Rotation | None:

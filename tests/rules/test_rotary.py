@@ -221,6 +221,69 @@ def deepseek(model: Written, x: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
 
 
+def by_position(model: Written, x: Tensor) -> Tensor:
+    """Angles of positions in time, height and width: [3, batch, length, half of the width]."""
+    positions = torch.arange(x.shape[-2], dtype=torch.float32)
+    places = torch.stack([positions, positions // 2, 5 - positions])[:, None, :, None].expand(
+        -1, len(x), -1, -1
+    )
+    return places * model.frequencies
+
+
+SECTIONS = [1, 2, 1]
+
+
+def turned_by(x: Tensor, join: Callable[[Tensor], Tensor], turns: Tensor) -> Tensor:
+    """Rotate halves of x by cosines and sines, scaled, and joined by `join`."""
+    with torch.no_grad():
+        cos, sin = (join(f(turns) * 1.5).to(x.dtype)[:, None] for f in (torch.cos, torch.sin))
+    return turned(x, cos, sin)
+
+
+def sections(model: Written, x: Tensor) -> Tensor:
+    """As Qwen 2 VL."""
+
+    def join(part: Tensor) -> Tensor:
+        columns = torch.cat([m[i % 3] for i, m in enumerate(part.split(SECTIONS, -1))], -1)
+        return torch.cat((columns, columns), -1)
+
+    return turned_by(x, join, by_position(model, x))
+
+
+def doubled_sections(model: Written, x: Tensor) -> Tensor:
+    """As Hunyuan."""
+
+    def join(part: Tensor) -> Tensor:
+        pieces = torch.cat((part, part), -1).split([2 * section for section in SECTIONS], -1)
+        return torch.cat([m[i % 3] for i, m in enumerate(pieces)], -1)
+
+    return turned_by(x, join, by_position(model, x))
+
+
+def interleaved(part: Tensor) -> Tensor:
+    """As Qwen 3 VL and Qwen 3.5."""
+    first = part[0]
+    for row, offset in enumerate((1, 2), start=1):
+        first[..., slice(offset, 6, 3)] = part[row, ..., slice(offset, 6, 3)]
+    return torch.cat((first, first), -1)
+
+
+def interleaved_sections(model: Written, x: Tensor) -> Tensor:
+    return turned_by(x, interleaved, by_position(model, x))
+
+
+def ernie_vision(model: Written, x: Tensor) -> Tensor:
+    """Height and width in turn, then time, each column twice."""
+
+    def join(part: Tensor) -> Tensor:
+        height, width, time = (m[(i + 1) % 3] for i, m in enumerate(part.split([1, 1, 2], -1)))
+        return torch.cat([torch.stack([height, width], -1).flatten(-2), time], -1).repeat_interleave(2, -1)
+
+    turns = by_position(model, x)
+    cos, sin = (join(f(turns)).to(x.dtype)[:, None] for f in (torch.cos, torch.sin))
+    return x * cos + next_to(x) * sin
+
+
 def twice_as_fast(model: Written, x: Tensor) -> Tensor:
     """Neighbors by angles that differ between the two."""
     turns = angles(model, x)
@@ -238,6 +301,11 @@ def of(function) -> Make:
 
 def model_of(make: Make) -> Make:
     return lambda: nn.Sequential(make(), nn.Linear(WIDTH, WIDTH)).bfloat16()
+
+
+def cut_behind(model: Written, x: Tensor) -> Tensor:
+    turns, n = torch.cat([angles(model, x)] * 2)[None], x.shape[-2]
+    return turned(x, turns.cos()[:, :n].to(x.dtype).unsqueeze(1), turns.sin()[:, :n].to(x.dtype).unsqueeze(1))
 
 
 FUSES = {
@@ -266,6 +334,11 @@ FUSES = {
     "neighbors, as gpt-fast": (of(gpt_fast), 1),
     "neighbors, the other way": (of(other_way), 1),
     "neighbors, by angles of their own": (of(twice_as_fast), 1),
+    "cut behind cosines and sines": (of(cut_behind), 1),
+    "sections of columns": (of(sections), 1),
+    "sections of both halves": (of(doubled_sections), 1),
+    "sections of neighbors": (of(ernie_vision), 1),
+    "sections that are written to": (of(interleaved_sections), 1),
 }
 
 
@@ -335,11 +408,6 @@ def looked_up(model: Written, x: Tensor) -> Tensor:
 def stacked(model: Written, x: Tensor) -> Tensor:
     both = torch.stack((angles(model, x).cos(), angles(model, x).sin())).to(x.dtype)
     return turned(x, both[0], both[1])
-
-
-def cut_behind(model: Written, x: Tensor) -> Tensor:
-    turns, n = torch.cat([angles(model, x)] * 2)[None], x.shape[-2]
-    return turned(x, turns.cos()[:, :n].to(x.dtype).unsqueeze(1), turns.sin()[:, :n].to(x.dtype).unsqueeze(1))
 
 
 def cut_in_front(model: Written, x: Tensor) -> Tensor:
@@ -448,7 +516,6 @@ REFUSES = {
         "the cosines come from stack and the sines from stack, but the kernel computes them from angles: "
         "take torch.cos and torch.sin of the angles",
     ),
-    "cut behind cosines and sines": (of(cut_behind), behind("getitem")),
     "by two factors": (of(by_two_factors), behind("mul")),
     "of two tensors": (
         of(of_two),

@@ -1,0 +1,92 @@
+"""Compute new cosines and sines where a model writes columns of one tensor into another (mrope)."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from te_transform.canonicalize.inplace import Storage, storage_of
+from te_transform.canonicalize.moves import FULL
+from te_transform.graph import edit
+from te_transform.graph.nodes import called, is_number, is_tensor_node, same_shape, shape_of, value
+
+
+def scatter_columns(graph: fx.Graph) -> None:
+    """Rewrite `x[..., start:stop:step] = values` as a new tensor if x is cosines or sines.
+
+    Multimodal models compute cosines for the positions in time, height and width, as [3, batch, length,
+    width / 2]. They write columns of the second and third into the first. Angles can be joined in the same
+    way only if nothing is written. Copies of the small tables cost less than the writes.
+    """
+    writes = [node for node in graph.nodes if node.target is operator.setitem]
+    for write in writes:
+        call = _scattered(write, storage_of(graph))
+        if call is not None:
+            x = write.args[0]
+            edit.set_target(write, torch.slice_scatter, call)
+            write.meta["example_value"] = edit.evaluate(write)
+            edit.replace_later_uses(x, write)
+
+
+def _scattered(write: fx.Node, storage: Storage) -> tuple | None:
+    """Return the arguments of slice_scatter for a write, or None if it must stay.
+
+    Autograd must not have saved the tensor, whose backward would raise after the write.
+    """
+    x, index, values = write.args
+    if (
+        not is_tensor_node(x)
+        or not is_tensor_node(values)
+        or value(x).requires_grad
+        or value(values).requires_grad
+    ):
+        return None
+    part = _of_last(index, len(shape_of(x)))
+    if part is None or value(x).dtype is not value(values).dtype or not _is_turn(x):
+        return None
+    columns = len(range(*part.indices(shape_of(x)[-1])))
+    if not same_shape(shape_of(values), (*shape_of(x)[:-1], columns)) or _is_read_later(x, write, storage):
+        return None
+    return x, values, -1, *part.indices(shape_of(x)[-1])
+
+
+def _of_last(index: Any, rank: int) -> slice | None:
+    """Return the slice of the last dimension if an index of constants takes all of the others, or None."""
+    if not isinstance(index, tuple) or not index or not isinstance(index[-1], slice):
+        return None
+    *others, last = index
+    is_each = len(index) == rank and all(isinstance(each, slice) and each == FULL for each in others)
+    numbers = (last.start, last.stop, last.step)
+    is_plain = all(each is None or (type(each) is int and each >= 0) for each in numbers)
+    return last if is_plain and (others == [Ellipsis] or is_each) else None
+
+
+def _is_turn(x: fx.Node) -> bool:
+    """Return True for cosines or sines, for a product of them with a number, and for an item of either."""
+    while x.target in (operator.getitem, torch.slice_scatter) or (
+        called(x) == "mul" and len(x.args) == 2 and is_number(x.args[1])
+    ):
+        x = x.args[0]
+    return called(x) in ("cos", "sin")
+
+
+def _is_read_later(x: fx.Node, write: fx.Node, storage: Storage) -> bool:
+    """Return True if a later node may read the written numbers other than through `x`."""
+    others = {node for node, owners in storage.items() if owners & storage[x]} - {x, write}
+    apart = {node for node in others if _is_another_item(node, x)}
+    for node in sorted(others - apart):  # in graph order: views of other items are apart as well
+        if node.args and node.args[0] in apart:
+            apart.add(node)
+    seen = {reader for node in others - apart for reader in node.users if reader > write}
+    return any(not _is_another_item(reader, x) for reader in seen)
+
+
+def _is_another_item(node: fx.Node, x: fx.Node) -> bool:
+    """Return True if `node` and `x` are two items of the first dimension of one tensor."""
+    if not node.target is x.target is operator.getitem or node.args[0] is not x.args[0]:
+        return False
+    own, other = (index[0] if isinstance(index, tuple) else index for index in (x.args[1], node.args[1]))
+    return type(own) is type(other) is int and own != other and min(own, other) >= 0
