@@ -6,12 +6,15 @@ from functools import partial
 import torch
 from torch import fx, nn
 
+from te_transform.backends.plain import SLOPES, clamped
 from te_transform.graph import ops
-from te_transform.graph.nodes import is_tensor_node, numel_of
+from te_transform.graph.nodes import is_number, is_tensor_node, numel_of
 from te_transform.graph.pattern import Call, Linear, Norm, OneOf, Pattern, Var
 from te_transform.graph.pointwise import Pointwise, leads_elsewhere
 from te_transform.passes import layernorm_linear
 from te_transform.plan.rule import Operation, Rule
+
+_SLOPED = tuple(getattr(ops, op) for op in SLOPES)
 
 
 def halves(fc1: Pattern) -> tuple[Call, Call]:
@@ -19,14 +22,27 @@ def halves(fc1: Pattern) -> tuple[Call, Call]:
     return Call(ops.columns, fc1, 0, Var("half")), Call(ops.columns, fc1, Var("half"), Var("end"))
 
 
+def clamped_gate(gate: Pattern, beside: Pattern) -> Call:
+    """Return the pattern of a gated product whose two factors are clamped to a limit (GPT-OSS)."""
+    limit = Var("limit", is_number)
+    within = Call(torch.clamp, beside, Var("least", is_number), limit)
+    return Call(
+        torch.mul,
+        Call(_SLOPED, Call(torch.clamp, gate, None, limit), role="activation"),
+        OneOf(offset={"one": Call(torch.add, within, 1, commute=True), "none": within}),
+    )
+
+
 def activation_pattern(fc1: Pattern) -> OneOf:
     """Return the pattern of the activation after the first product `fc1`; `gated` is the activated part."""
     first, second = halves(fc1)
     act = partial(Call, ops.ACTIVATION_OPS, role="activation")
     gates = {"first half": (first, second), "second half": (second, first)}
-    return OneOf(
-        gated={"no": act(fc1)} | {k: Call(torch.mul, act(g), other) for k, (g, other) in gates.items()}
-    )
+    patterns = {
+        part: OneOf(Call(torch.mul, act(gate), beside), clamped_gate(gate, beside))
+        for part, (gate, beside) in gates.items()
+    }
+    return OneOf(gated={"no": act(fc1)} | patterns)
 
 
 _FC1 = Linear(Norm(Var("x")), role="fc1")
@@ -49,10 +65,13 @@ def refuse(
     gated: str = "no",
     half: int = 0,
     end: int = 0,
+    limit: float | None = None,
+    least: float | None = None,
     functions: tuple[str, ...] = (),
     dropout: Operation | None = None,
 ) -> Iterator[str]:
     """Yield every reason why LayerNormMLP does not compute this MLP."""
+    yield from refuse_limits(limit, least)
     if activation is None:
         yield from _of_functions(backend, fc1, fc2, functions)
     else:
@@ -69,6 +88,15 @@ def refuse(
             "half: no kernel supports other splits"
         )
     yield from _of_shapes(fc1, fc2, dropout)
+
+
+def refuse_limits(limit: float | None, least: float | None) -> Iterator[str]:
+    """Yield why fused ops do not support the limits of a clamped gate."""
+    if limit is not None and not 0 < limit == -least:
+        yield (
+            f"the product beside the gate is clamped to {least} and {limit}, but the fused op has one limit "
+            "for both signs: no kernel supports two"
+        )
 
 
 def _of_activation(backend, approximate: bool, activation: Operation, gated: str) -> Iterator[str]:
@@ -160,13 +188,16 @@ def build(
     activation: Operation,
     gated: str,
     shared: tuple[str, ...],
+    limit: float | None = None,
+    offset: str = "none",
 ) -> nn.Module:
     """Return the fused op."""
     op = "gelu_tanh" if approximate and activation.op == "gelu" else activation.op
+    name = _activations(backend, gated)[op] if limit is None else clamped(op, limit, offset == "one")
     return backend.LayerNormMLP(
         eps=norm.eps,
         normalization=layernorm_linear.NORMALIZATION[norm.op],
-        activation=_activations(backend, gated)[op],
+        activation=name,
         zero_centered_gamma=norm.zero_centered_gamma,
         gated=gated,
         returns_norm="norm" in shared,

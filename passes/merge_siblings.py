@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from te_transform.graph import ops
-from te_transform.graph.nodes import is_parameter, value
+from te_transform.graph.nodes import is_number, is_parameter, value
 from te_transform.graph.pattern import Siblings
 from te_transform.plan.rule import Operation, Rule, reshaped, stored_in
 
@@ -48,7 +48,8 @@ def refuse(linears: tuple[Operation, ...]) -> Iterator[str]:
         )
 
 
-_KEPT = (*ops.ACTIVATION_OPS, ops.columns)  # the calls between a linear and the product of a gate
+# the calls between a linear and the product of a gate
+_KEPT = (*ops.ACTIVATION_OPS, ops.columns, torch.clamp)
 
 
 def group(linear: fx.Node) -> fx.Node | bool:
@@ -78,16 +79,21 @@ def gated_product(linear: fx.Node) -> fx.Node | None:
 
 def _readers(node: fx.Node) -> Iterator[fx.Node]:
     for user in node.users:
-        if user.target in _KEPT:
+        if _is_kept(user):
             yield from _readers(user)
         else:
             yield user
 
 
 def _source(node: fx.Node) -> fx.Node:
-    while node.target in _KEPT:
+    while _is_kept(node):
         node = node.args[0]
     return node
+
+
+def _is_kept(node: fx.Node) -> bool:
+    """Return True for a call between a linear and the product of a gate, of one tensor."""
+    return node.target in _KEPT or (node.target is torch.add and is_number(node.args[1]))
 
 
 class Example(nn.Module):

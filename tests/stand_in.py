@@ -348,6 +348,12 @@ def _of_op(options: dict[str, Any]) -> dict[str, Any]:
     return {"returns_norm" if k == "return_layernorm_output" else k: v for k, v in options.items()}
 
 
+def _with_limits(activation: str, **limits: float) -> str:
+    """Our name of an activation with TE's parameters."""
+    assert bool(limits) == (activation == plain.CLAMPED)
+    return f"{activation}{tuple(plain.Clamp(**limits))}" if limits else activation
+
+
 class Linear(Base):
     names = ("weight", "bias")
 
@@ -363,13 +369,16 @@ class LayerNormLinear(Base):
 
 
 class LayerNormMLP(Base):
+    """Its activation_params are 'limit', 'alpha', and 'glu_linear_offset', of 'clamped_swiglu'."""
+
     names = ("layer_norm_weight", "layer_norm_bias", "fc1_weight", "fc1_bias", "fc2_weight", "fc2_bias")
     weight_names = ("fc1_weight", "fc2_weight")
 
     def op(self) -> plain.LayerNormMLP:
-        name = str(self.options["activation"])
-        gated = "first half" if name in plain.GATED_ACTIVATIONS.values() else "no"
-        return plain.LayerNormMLP(**{**_of_op(self.options), "activation": name}, gated=gated)
+        options = _of_op(self.options)
+        name = _with_limits(str(options["activation"]), **options.pop("activation_params", {}))
+        gated = "first half" if plain.is_gated(name) else "no"
+        return plain.LayerNormMLP(**{**options, "activation": name}, gated=gated)
 
     def forward(self, x: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
         if torch.is_grad_enabled() and not (x.requires_grad or self.layer_norm_weight.requires_grad):
@@ -564,13 +573,13 @@ class CrossEntropy(torch.autograd.Function):
 
 
 def _act_func(activation: str, recipe: Any = None) -> tuple[Any, ...]:
-    def forward(x: Tensor, quantizer: None) -> Tensor:
-        return plain.activated(activation, x)
+    def forward(x: Tensor, quantizer: None, **limits: float) -> Tensor:
+        return plain.activated(_with_limits(activation, **limits), x)
 
-    def backward(grad: Tensor, x: Tensor, quantizer: None) -> Tensor:
+    def backward(grad: Tensor, x: Tensor, quantizer: None, **limits: float) -> Tensor:
         with torch.enable_grad():
             own = x.detach().requires_grad_()
-            return torch.autograd.grad(forward(own, None), own, grad)[0]
+            return torch.autograd.grad(forward(own, None, **limits), own, grad)[0]
 
     return forward, backward, None
 

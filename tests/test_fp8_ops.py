@@ -50,6 +50,8 @@ def test_quantize_saturates_and_notes_amax() -> None:
     [
         *(each for each in plain.ACTIVATIONS.values() if each != plain.EXACT_GELU),
         *plain.GATED_ACTIVATIONS.values(),
+        plain.clamped("silu", 0.5, 0),
+        plain.clamped("quick_gelu", 0.5, 1),
     ],
 )
 def test_activate_quantizes_an_activation_and_its_gradient(activation: str) -> None:

@@ -90,6 +90,10 @@ CASES = {
     "gated mlp": {
         "op": "LayerNormMLP", "norm": "rms", "bias": False, "activation": "swiglu", "gated": "first half",
     },
+    "clamped mlp": {
+        "op": "LayerNormMLP", "norm": "rms", "bias": False, "activation": plain.clamped("quick_gelu", 0.5, 1),
+        "gated": "first half",
+    },
     "norm linear and its norm": {"op": "LayerNormLinear", "returns_norm": True},
     "mlp and its norm": {"op": "LayerNormMLP", "activation": "gelu", "gated": "no", "returns_norm": True},
 }  # fmt: skip
@@ -128,6 +132,17 @@ def test_calls_that_gain_run_in_tes_modules(
     case = Case(te, **CASES[name])
     case.step(case.op, X)
     assert (kernel_of(case).te.made is not None) == (name == "gated mlp") == case.op.gains
+
+
+def test_a_clamped_gate_needs_a_te_with_its_parameters(
+    te: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stand_in.LayerNormMLP, "__doc__", "activation_params: 'limit' and 'alpha'")
+    te.activations.with_limits.cache_clear()
+    case = Case(te, **CASES["clamped mlp"])
+    case.step(case.op, X)
+    assert [*case.op.plain_calls] == ["a clamped gate, whose parameters this version of TE does not have"]
+    te.activations.with_limits.cache_clear()
 
 
 def test_the_parameters_stay_the_users_own(te: ModuleType) -> None:

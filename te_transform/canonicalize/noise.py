@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -45,6 +46,11 @@ def _adds_nothing(x: Any, other: Any, node: fx.Node) -> bool:
 
 def _scales_by_one(x: Any, other: Any, node: fx.Node) -> bool:
     return _is_number(other, 1) and _same_dtype(x, node)
+
+
+def _has_no_limits(x: fx.Node, least: Any, most: Any, node: fx.Node) -> bool:
+    """Return True if a clamp keeps every number. Some models clamp to infinity if a limit is not set."""
+    return least in (None, -math.inf) and most in (None, math.inf) and _same_dtype(x, node)
 
 
 def _is_number(value: Any, number: int) -> bool:
@@ -122,6 +128,7 @@ _NOISE: dict[Any, Callable[..., fx.Node | None]] = {
     torch.sub: _if(_adds_nothing),
     torch.mul: _if(_scales_by_one),
     torch.div: _if(_scales_by_one),
+    torch.clamp: _if(_has_no_limits),
     torch.cat: _only_part,
     operator.getitem: _if(_takes_all),
     operator.pos: _if(lambda x, node: True),

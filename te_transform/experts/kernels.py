@@ -20,8 +20,6 @@ from te_transform.experts.groups import of_groups
 from te_transform.graph import ops
 from te_transform.graph.nodes import dtype_name
 
-_SLOPES = {"silu": 1.0, "quick_gelu": 1.702}
-
 
 class KernelExperts(Experts):
     """Experts with one kernel for a gated activation, and one for the sum over the choices of a token."""
@@ -56,7 +54,7 @@ class KernelExperts(Experts):
         return Combined.apply(out, places, weights, fc2_bias, experts, groups, ends)
 
     def _activated_by_kernel(self, rows: Tensor, bias: Tensor | None, groups: Tensor, ends: Tensor) -> Tensor:
-        slope, name = _SLOPES.get(self.activation), plain.GATED_ACTIVATIONS.get(self.activation)
+        slope, name = plain.SLOPES.get(self.activation), plain.GATED_ACTIVATIONS.get(self.activation)
         is_first = self.gated == plain.GATES[1]
         if bias is None and self.limit is None and name is not None and is_first:
             return _Activated.apply(rows, name)

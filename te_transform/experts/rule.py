@@ -15,13 +15,12 @@ from te_transform.graph import ops
 from te_transform.graph.nodes import (
     called,
     dtype_name,
-    is_number,
     is_parameter,
     is_tensor_node,
     may_be_view,
 )
 from te_transform.graph.pattern import Call, OneOf, Var
-from te_transform.passes.layernorm_mlp import activation_pattern, halves
+from te_transform.passes.layernorm_mlp import activation_pattern, clamped_gate, refuse_limits
 from te_transform.plan.refusals import cut
 from te_transform.plan.rule import Operation, Rule
 
@@ -34,27 +33,12 @@ def _biased(product: Call, name: str) -> OneOf:
     return OneOf(Call(torch.add, product, rows, commute=True), product)
 
 
-def _clamped(gate: Call, beside: Call) -> Call:
-    """Return the pattern of a gated product whose two factors are clamped to a limit (GPT-OSS)."""
-    limit = Var("limit", is_number)
-    within = Call(torch.clamp, beside, Var("least", is_number), limit)
-    return Call(
-        torch.mul,
-        Call((ops.silu, ops.quick_gelu), Call(torch.clamp, gate, None, limit), role="activation"),
-        OneOf(offset={"one": Call(torch.add, within, 1, commute=True), "none": within}),
-    )
-
-
 _FC1 = Call(
     ops.grouped_mm, Call(ops.dispatch, Var("x"), Var("experts")), Var("fc1_weight"), _ENDS, role="fc1"
 )
 _HIDDEN = _biased(_FC1, "fc1_bias")
 _EVEN, _ODD = (Call(operator.getitem, _HIDDEN, (Ellipsis, slice(start, None, 2))) for start in (None, 1))
-_FIRST, _SECOND = halves(_HIDDEN)
-_ACTIVATED = OneOf(
-    activation_pattern(_HIDDEN),
-    OneOf(gated={"first half": _clamped(_FIRST, _SECOND), "pairs": _clamped(_EVEN, _ODD)}),
-)
+_ACTIVATED = OneOf(activation_pattern(_HIDDEN), OneOf(gated={"pairs": clamped_gate(_EVEN, _ODD)}))
 _FC2 = Call(ops.grouped_mm, _ACTIVATED, Var("fc2_weight"), _ENDS, role="fc2")
 _FUSED = Call(
     ops.combine, _biased(_FC2, "fc2_bias"), Var("experts"), Var("weights"), Var("dtype"), role="combine"
@@ -82,11 +66,7 @@ def refuse(
     """Yield every reason why the op does not compute these experts, or None if another match reports it."""
     if fc1 is not None:
         yield from _refuse_two_products(fc1, gated, half, end)
-        if limit is not None and not 0 < limit == -least:
-            yield (
-                f"the product beside the gate is clamped to {least} and {limit}, but the fused op has one "
-                "limit for both signs: no kernel supports two"
-            )
+        yield from refuse_limits(limit, least)
     elif summed is not None:
         yield (
             "the experts are not two products with a supported activation between them: no kernel supports "

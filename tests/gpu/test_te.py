@@ -31,6 +31,7 @@ NORMS = {
 }
 MLPS = [("no", name) for name in plain.ACTIVATIONS.values()]
 MLPS += [("first half", name) for name in plain.GATED_ACTIVATIONS.values()]
+MLPS += [("first half", plain.clamped(*limits)) for limits in (("silu", 0.7, 0), ("quick_gelu", 0.7, 1))]
 
 
 def random(*shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:

@@ -1,5 +1,6 @@
 """norm, linear, activation, linear becomes LayerNormMLP, with a gate or without."""
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -100,6 +101,25 @@ def by_hand(x: Tensor) -> Tensor:
     return gate / (1 + torch.exp(-gate)) * up
 
 
+def clamped(
+    act: Act = F.silu, offset: int = 0, limit: float = 0.4, least: float = -0.4, activated: int = 0
+) -> Make:
+    """A gate as GPT-OSS and DeepSeek V4 have it, with both factors clamped; half of the values are."""
+
+    def combine(x: Tensor) -> Tensor:
+        parts = x.chunk(2, -1)
+        gate, up = parts[activated].clamp(max=limit), parts[1 - activated].clamp(min=least, max=limit)
+        return act(gate) * (up + offset if offset else up)
+
+    return mlp(combine, widths=(2 * FFN, FFN))
+
+
+def minimax(model: nn.Module, x: Tensor) -> Tensor:
+    x = model.norm(x)
+    gate, up = model.gate(x).clamp(max=0.5), model.up(x).clamp(min=-0.5, max=0.5)
+    return model.down((up + 1.0) * (gate * torch.sigmoid(gate * 1.702)))
+
+
 def gated(act: Act, activated: int = 0) -> Make:
     return mlp(halves(act, activated), widths=(2 * FFN, FFN))
 
@@ -134,6 +154,18 @@ FUSES = {
     "swiglu of what is unbound": mlp(unbound, widths=(2 * FFN, FFN)),
     "swiglu by hand": mlp(by_hand, widths=(2 * FFN, FFN)),
     "the second half activated": gated(F.silu, 1),
+    "a clamped gate": clamped(),
+    "a clamped gate by 1.702": clamped(quick_gelu),
+    "a clamped gate, one more than the other": clamped(quick_gelu, offset=1),
+    "the second half clamped and activated": clamped(activated=1),
+    "clamped gate and up": written(
+        minimax,
+        norm=rms_norm,
+        gate=linear(H, FFN, bias=False),
+        up=linear(H, FFN, bias=False),
+        down=linear(FFN, H, bias=False),
+    ),
+    "a gate without limits": clamped(limit=math.inf, least=-math.inf),
     "gate and up": llama(up_first=False),
     "up and gate": llama(up_first=True),
     "up and gate with gelu": llama(up_first=True, act=tanh_gelu),
@@ -183,6 +215,11 @@ REFUSES: dict[str, tuple[Make, str]] = {
         mlp(lambda x: F.relu(x[..., :8]) * x[..., 8:16], widths=(FFN, 8)),
         "the gate has 8 of the first linear's 32 outputs, but LayerNormMLP needs exactly half: no kernel "
         "supports other splits",
+    ),
+    "two limits": (
+        clamped(least=-0.3),
+        "the product beside the gate is clamped to -0.3 and 0.4, but the fused op has one limit for both "
+        "signs: no kernel supports two",
     ),
     "dropout": (
         lambda: mlp(F.relu, p=0.25)().train(),

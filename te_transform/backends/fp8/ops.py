@@ -79,11 +79,26 @@ def activate_backward(
 
 def _gradient(grad: Tensor, x: Tensor, activation: str) -> Tensor:
     """Compute the gradient without autograd, which is off inside a library operation."""
-    if activation not in _GATED:
+    if not plain.is_gated(activation):
         return grad * _SLOPES[activation](x)
     gate, other = x.chunk(2, -1)
+    if (clamp := plain.clamp_of(activation)) is not None:
+        return _clamped_gradient(grad, gate, other, clamp)
     activated = plain.activated(activation, torch.cat([gate, torch.ones_like(gate)], -1))
     return torch.cat([grad * _SLOPES[_GATED[activation]](gate) * other, grad * activated], -1)
+
+
+def _clamped_gradient(grad: Tensor, gate: Tensor, other: Tensor, clamp: plain.Clamp) -> Tensor:
+    limit, alpha, offset = clamp
+    counts, other_counts = gate <= limit, other.abs() <= limit
+    gate, other = gate.clamp(max=limit), other.clamp(-limit, limit)
+    share = (alpha * gate).sigmoid()
+    slope = share + alpha * gate * _sigmoids_slope(alpha * gate)
+    parts = (  # a clamped value has no gradient, even if its factor is NaN
+        torch.where(counts, grad * slope * (other + offset), 0.0),
+        torch.where(other_counts, grad * gate * share, 0.0),
+    )
+    return torch.cat(parts, -1)
 
 
 def _sigmoids_slope(x: Tensor) -> Tensor:
@@ -138,7 +153,7 @@ def _quantized(
 
 @torch.library.register_fake("te_transform::activate")
 def _activated(x: Tensor, activation: str, *where: Any) -> InFP8:
-    return _quantized(x.chunk(2, -1)[0] if activation in _GATED else x, *where)
+    return _quantized(x.chunk(2, -1)[0] if plain.is_gated(activation) else x, *where)
 
 
 @torch.library.register_fake("te_transform::activate_backward")

@@ -11,25 +11,31 @@ from te_transform.backends.plain.attention import DotProductAttention, Given, Ma
 from te_transform.backends.plain.cross_entropy import CrossEntropy, reduced
 from te_transform.backends.plain.products import (
     ACTIVATIONS,
+    CLAMPED,
     EXACT_GELU,
     GATED_ACTIVATIONS,
     GATES,
+    SLOPES,
+    Clamp,
     LayerNormLinear,
     LayerNormMLP,
     Linear,
     PaddedLinear,
     Product,
     activated,
+    clamp_of,
+    clamped,
+    is_gated,
     product,
 )
 from te_transform.backends.plain.rotary import Rotary
 from te_transform.backends.plain.wide_linear import WideLinear
 
 __all__ = [
-    "ACTIVATIONS", "EXACT_GELU", "GATED_ACTIVATIONS", "GATES", "HAS_BIAS", "HAS_KERNELS", "NAME",
-    "CrossEntropy", "DotProductAttention", "Given", "LayerNormLinear", "LayerNormMLP", "Linear",
-    "Mask", "PaddedLinear", "Product", "Rotary", "WideLinear", "activated", "multiple", "product",
-    "recipe_now", "recipe_of", "reduced",
+    "ACTIVATIONS", "CLAMPED", "EXACT_GELU", "GATED_ACTIVATIONS", "GATES", "HAS_BIAS", "HAS_KERNELS", "NAME",
+    "SLOPES", "Clamp", "CrossEntropy", "DotProductAttention", "Given", "LayerNormLinear", "LayerNormMLP",
+    "Linear", "Mask", "PaddedLinear", "Product", "Rotary", "WideLinear", "activated", "clamp_of", "clamped",
+    "is_gated", "multiple", "product", "recipe_now", "recipe_of", "reduced",
 ]  # fmt: skip
 
 NAME = "torch"

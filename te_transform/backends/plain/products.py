@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
+from functools import cache
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,18 +38,55 @@ GATED_ACTIVATIONS = {op.__name__: name for name, op in _GATED.items()}
 GATES = ("no", "first half", "second half")
 
 
+CLAMPED = "clamped_swiglu"  # TE's name
+SLOPES = {"silu": 1.0, "quick_gelu": 1.702}  # of x * sigmoid(slope * x), by names of ops of graph/ops.py
+
+
+class Clamp(NamedTuple):
+    """The parameters of x * sigmoid(alpha * x) * (y + offset), by TE's names.
+
+    The gate x is clamped to at most `limit`, and y to [-limit, limit].
+    """
+
+    limit: float
+    alpha: float
+    glu_linear_offset: float
+
+
+def clamped(op: str, limit: float, offset: float) -> str:
+    """Return the name of a gated activation by silu or quick_gelu whose two factors are clamped."""
+    return f"{CLAMPED}{tuple(Clamp(float(limit), SLOPES[op], float(offset)))}"
+
+
+@cache
+def clamp_of(activation: str) -> Clamp | None:
+    """Return the parameters in a name from clamped(), or None for the name of another activation."""
+    name, _, numbers = activation.partition("(")
+    return Clamp(*map(float, numbers.rstrip(")").split(","))) if name == CLAMPED and numbers else None
+
+
+def is_gated(activation: str) -> bool:
+    """Return True if an activation, by TE's name, multiplies the two halves of its input."""
+    return activation in _GATED or clamp_of(activation) is not None
+
+
 def activated(activation: str, hidden: Tensor, gate: int = 0) -> Tensor:
     """Apply an activation.
 
     Args:
-        activation: TE's name of the activation.
+        activation: TE's name of the activation, or a name from clamped().
         hidden: [..., columns], or [..., 2 columns] if the activation is gated.
         gate: the half of a gated `hidden` to activate, 0 or 1. The result is multiplied by the other half.
     """
     if activation in _PLAIN:
         return _PLAIN[activation](hidden)
     halves = hidden.chunk(2, dim=-1)
-    return _GATED[activation](halves[gate]) * halves[1 - gate]
+    first, other = halves[gate], halves[1 - gate]
+    if (clamp := clamp_of(activation)) is None:
+        return _GATED[activation](first) * other
+    first, other = first.clamp(max=clamp.limit), other.clamp(-clamp.limit, clamp.limit)
+    activate = ops.silu if clamp.alpha == SLOPES["silu"] else ops.quick_gelu
+    return activate(first) * (other + clamp.glu_linear_offset if clamp.glu_linear_offset else other)
 
 
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]

@@ -12,7 +12,7 @@ from transformer_engine.common import recipe as recipes
 from transformer_engine.pytorch.module import layernorm_mlp
 
 from te_transform.backends.double_backward import Out
-from te_transform.backends.plain import EXACT_GELU, GATED_ACTIVATIONS
+from te_transform.backends.plain import CLAMPED, EXACT_GELU, Clamp, clamp_of, is_gated
 from te_transform.backends.te.recipes import is_delayed
 from te_transform.graph.bound import F
 
@@ -54,14 +54,26 @@ class _CastInBackward(str):
 
 
 def activation_of(name: str, bias: bool) -> str:
-    """Return the activation argument of TE's module.
+    """Return the `activation` argument of TE's module, from TE's name.
 
     One kernel computes and casts the gradient of a gated activation. It does not support a bias, because it
     does not compute the gradient of the bias.
     """
-    if not with_own_activations() or bias or name not in GATED_ACTIVATIONS.values():
+    if not with_own_activations() or bias or not (is_gated(name) or name == CLAMPED):
         return name
     return _CastInBackward(name)
+
+
+def activation_and_limits(name: str) -> tuple[str, dict[str, float]]:
+    """Return TE's name of an activation, and its parameters: limits are part of our names."""
+    clamp = clamp_of(name)
+    return (name, {}) if clamp is None else (CLAMPED, clamp._asdict())
+
+
+@cache
+def with_limits() -> bool:
+    """Return True if this version of TE documents all parameters of plain.Clamp."""
+    return all(f"'{name}'" in (te.LayerNormMLP.__doc__ or "") for name in Clamp._fields)
 
 
 @cache
@@ -89,7 +101,7 @@ def with_own_activations() -> bool:
         ours = isinstance(activation, _CastInBackward) and any(map(is_delayed, recipe))
         if not ours or with_cast is not None:
             return forward, backward, with_cast
-        return forward, backward, lambda grad, x, quantizer: (None, backward(grad, x, quantizer))
+        return forward, backward, lambda *given, **limits: (None, backward(*given, **limits))
 
     layernorm_mlp._act_func = act_func
     return True

@@ -14,6 +14,7 @@ from transformer_engine.pytorch.module import layernorm_mlp
 from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
 
 from te_transform.backends.fp8.ops import InFP8
+from te_transform.backends.te.activations import activation_and_limits
 
 
 def _quantized_by_kernel(
@@ -80,4 +81,6 @@ def activate_backward(
 @cache
 def functions_of(activation: str) -> tuple[Any, ...]:
     """Return TE's functions of an activation: forward, gradient, and gradient with that of the bias."""
-    return layernorm_mlp._act_func(activation, recipes.DelayedScaling())
+    name, limits = activation_and_limits(activation)
+    functions = layernorm_mlp._act_func(name, recipes.DelayedScaling())
+    return tuple(function and partial(function, **limits) for function in functions)

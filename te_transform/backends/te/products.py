@@ -21,7 +21,13 @@ from te_transform.backends.joined import watched
 from te_transform.backends.limits import ignore_size_limits, too_small, without_kernel
 from te_transform.backends.op import FusedOp
 from te_transform.backends.plain import EXACT_GELU
-from te_transform.backends.te.activations import Mlp, activation_of, with_own_activations
+from te_transform.backends.te.activations import (
+    Mlp,
+    activation_and_limits,
+    activation_of,
+    with_limits,
+    with_own_activations,
+)
 from te_transform.backends.te.kernel import Kernel
 from te_transform.backends.te.recipes import (
     FP8GlobalStateManager,
@@ -317,6 +323,7 @@ class LayerNormMLP(LayerNormLinear, plain.LayerNormMLP):
         _, fc1_bias, *_ = rest
         # TE has no kernels for the exact GELU, or for the gradient of a bias before a gated activation
         has_kernels = self.activation != EXACT_GELU and (self.gated == "no" or fc1_bias is None)
+        has_kernels = has_kernels and (plain.clamp_of(self.activation) is None or with_limits())
         if not has_kernels or not scaling.delayed or not with_own_activations():
             return super()._recorded(scaling, state, x, tensors)
         normed = self.norm(x, norm_weight, norm_bias)
@@ -325,10 +332,14 @@ class LayerNormMLP(LayerNormLinear, plain.LayerNormMLP):
     def _why_plain(self, *call: Any) -> str | None:
         if self.activation == EXACT_GELU and not with_own_activations():
             return "the exact GELU, which this version of TE cannot be told of"
+        if plain.clamp_of(self.activation) is not None and not with_limits():
+            return "a clamped gate, whose parameters this version of TE does not have"
         return super()._why_plain(*call)
 
     def _made(self, weights: Sequence[Tensor], **options: Any) -> Kernel:
         hidden, inner = weights[1].shape
-        options = {**options, **self._norm, "activation": activation_of(self.activation, options["bias"])}
+        name, limits = activation_and_limits(self.activation)
+        options |= {**self._norm, "activation": activation_of(name, options["bias"])}
+        options |= {"activation_params": limits} if limits else {}
         names = ("layer_norm_weight", "layer_norm_bias", "fc1_weight", "fc1_bias", "fc2_weight", "fc2_bias")
         return Kernel(lambda: Mlp(hidden, inner, device="meta", **options), names, weights)
