@@ -28,6 +28,7 @@ _NEW_RESULT: dict[Any, Callable[..., Any]] = {
     "sub_": torch.Tensor.sub,
     "mul_": torch.Tensor.mul,
     "div_": torch.Tensor.div,
+    "clamp_": torch.Tensor.clamp,
 }
 # Calls for whose backward autograd saves neither their floating point inputs nor their result.
 _SAVES_NO_VALUES = frozenset(("add", "gather", "getitem", "mean", "neg", "sub", "sum", "topk"))
@@ -69,20 +70,34 @@ def compute_new_results(graph: fx.Graph) -> None:
 
 def _keeps_dtype(write: fx.Node) -> bool:
     """Return True if arithmetic with a new result has the dtype of the in-place target."""
-    if len(write.args) != 2 or not nodes.is_tensor_node(write.args[0]):
+    if not write.args or not nodes.is_tensor_node(write.args[0]):
         return False
-    target, other = nodes.value(write.args[0]), write.args[1]
-    if isinstance(other, fx.Node):
-        other = 1 if nodes.size_of(other) is not None else nodes.value(other)
-    is_known = isinstance(other, (int, float, torch.Tensor))
-    return is_known and torch.result_type(target, other) is target.dtype
+    target = nodes.value(write.args[0])
+    others = [_operand(other) for other in (*write.args[1:], *write.kwargs.values())]
+    is_known = all(isinstance(other, (int, float, torch.Tensor)) for other in others)
+    return is_known and all(torch.result_type(target, other) is target.dtype for other in others)
+
+
+def _operand(argument: Any) -> Any:
+    """Return the value of an argument, with 1 for any size."""
+    if not isinstance(argument, fx.Node):
+        return argument
+    return 1 if nodes.size_of(argument) is not None else nodes.value(argument)
 
 
 def _may_be_saved(write: fx.Node, storage: Storage) -> bool:
     """Return True if autograd may have saved the written tensor, or a view of it, before the write."""
     aliases = _aliases_before(write, storage)
     readers = {reader for node in aliases for reader in node.users if reader < write}
-    return any(nodes.called(node) not in _SAVES_NO_VALUES for node in (*aliases, *readers))
+    recorded = filter(_may_need_gradient, (*aliases, *readers))
+    return any(nodes.called(node) not in _SAVES_NO_VALUES for node in recorded)
+
+
+def _may_need_gradient(node: fx.Node) -> bool:
+    """Return True if autograd records the call, or if its result is unknown."""
+    held = nodes.value(node)
+    results = held if isinstance(held, (tuple, list)) else (held,)
+    return any(not isinstance(each, torch.Tensor) or each.requires_grad for each in results)
 
 
 def must_stay(graph: fx.Graph) -> set[fx.Node]:

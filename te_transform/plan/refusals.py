@@ -254,8 +254,9 @@ def cut(operations: Collection[fx.Node]) -> Iterator[str]:
         barriers = {*range(-max(numbers), -min(numbers)), *(region for region in regions if region < 0)}
         graph = next(iter(operations)).graph
         found = (called(node).lstrip("_") for node in graph.nodes if node.meta.get("region", 0) in barriers)
+        names = dict.fromkeys(found) or ["an in-place operation"]  # whose result nothing reads
         yield (
-            f"the model calls {', '.join(dict.fromkeys(found))} between these operations (a write, or a "
+            f"the model calls {', '.join(names)} between these operations (a write, or a "
             "change of gradient mode or autocast), the fused module runs all of them at once: call it before "
             "or after them"
         )

@@ -1,6 +1,7 @@
 """A linear that reads a norm becomes LayerNormLinear."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -94,6 +95,14 @@ def own(function: Callable[..., Any]) -> Make:
     return written(function, norm=norm(), linear=linear(), calls=lambda: nn.Buffer(torch.zeros(())))
 
 
+def unread(model: Written, x: Tensor, write: str, **limits: float) -> Tensor:
+    """As grouped experts in transformers, which clamp indices that nothing reads again."""
+    indices = x[..., 0].abs().mul(4).long()
+    y, few = model.norm(x), (indices >= 2).unsqueeze(-1)
+    getattr(indices, write)(**limits)
+    return model.linear(y) * few
+
+
 FUSES = {
     "LayerNorm": sequential(norm(), linear(H, FFN)),
     "RMSNorm": sequential(lambda: nn.RMSNorm(H, eps=1e-6), linear(H, FFN)),
@@ -124,6 +133,7 @@ FUSES = {
     "of a norm that is permuted": written(
         lambda m, x: m.linear(m.norm(x).permute(1, 0, 2)).sum(0), norm=norm(), linear=linear()
     ),
+    "a write that nothing reads": own(partial(unread, write="clamp_", max=1)),
     "a norm that others read": own(read_elsewhere),
     "a norm that the model returns": own(handed_out),
 }
@@ -225,6 +235,7 @@ REFUSES = {
     "read by the bias": (own(read_by_the_bias), BEFORE.format("mean")),
     "without gradients": (own(without_gradients), CUT.format("set_grad_enabled")),
     "a write in between": (own(counting), CUT.format("add_")),
+    "an unread write": (own(partial(unread, write="square_")), CUT.format("an in-place operation")),
 }
 
 
