@@ -113,6 +113,11 @@ _SPEECH = ENCODER | _CONVOLUTIONS | {"num_feat_extract_layers": 2, "num_conv_pos
 _WAVE = _SPEECH | {"num_conv_pos_embeddings": 8, "apply_spec_augment": False, "layerdrop": 0.0}
 
 
+def _sections(sizes: list[int]) -> dict[str, Any]:
+    """How many angles are of positions in time, height and width."""
+    return {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": sizes}}
+
+
 def _of(kind: str, inputs: Any = text, takes_mask: bool = True, config: str = "Config") -> Any:
     """What makes the case of a model that does `kind`, of a name, the name of the family, and settings."""
 
@@ -364,6 +369,9 @@ FAMILIES: dict[str, Case] = by_name(
     _decoder("ministral3", "Ministral3", LLAMA | _HEAD),
     _decoder("mistral4", "Mistral4", LLAMA | _OF_LATENT | {"first_k_dense_replace": 1}),
     _text_model("muse_glimmer", "MuseGlimmer", LLAMA | _HEAD | _LONG),
+    _text_model("qwen2_vl", "Qwen2VL", LLAMA | _sections([2, 3, 3])),
+    _text_model("qwen3_vl", "Qwen3VL", LLAMA | _HEAD | _sections([3, 3, 2])),
+    _text_model("glm4v", "Glm4v", LLAMA | _HEAD | _sections([4, 2, 2])),
     _decoder("nanochat_hf", "NanoChat", LLAMA),
     _decoder(
         "nemotron_h",

@@ -306,6 +306,10 @@ FIRST = (
     "the first linear's outputs are multiplied by a number before the activation, but LayerNormMLP has no "
     "factor there: multiply the stored weight and bias of the first linear by the number"
 )
+MADE_OF = (
+    "the activation is made of {}, but LayerNormMLP has only gelu_tanh, quick_gelu, relu, sigmoid, silu, "
+    "squared_relu: no kernel supports others"
+)
 UNLIKE_ANY = {
     "a multiple of the activation": (mlp(lambda x: F.gelu(x) * 0.5), AFTER),
     "a multiple by a size": (mlp(lambda x: FFN**-0.5 * F.silu(x)), AFTER),
@@ -318,8 +322,15 @@ UNLIKE_ANY = {
     "the activation of a multiple": (mlp(lambda x: F.gelu(x * 0.5)), FIRST),
     "mish behind a gate": (
         gated(F.mish),
-        "the activation is mish, but LayerNormMLP has only gelu_tanh, quick_gelu, relu, sigmoid, silu, "
-        "squared_relu: no kernel supports others",
+        MADE_OF.replace("made of {}", "mish"),
+    ),
+    "two limits of a gate": (
+        mlp(lambda x: F.silu(x[..., :FFN].clamp(max=1)) * x[..., FFN:].clamp(-2, 2), widths=(2 * FFN, FFN)),
+        MADE_OF.format("clamp, silu, mul"),
+    ),
+    "a clamp after the activation": (
+        mlp(lambda x: F.silu(x[..., :FFN]).clamp(max=1) * x[..., FFN:].clamp(-1, 1), widths=(2 * FFN, FFN)),
+        MADE_OF.format("silu, clamp, mul"),
     ),
     "merged with q, k and v": (beside(squared_relu), MERGED),
     "in another dtype": (mlp(lambda x: F.silu(x.double()).to(x.dtype)), LEAVE_CASTS),
