@@ -59,7 +59,7 @@ def computed_twice(model: Written, x: Tensor) -> Tensor:
 def written_to(model: Written, x: Tensor) -> Tensor:
     turns = angles(model, x)[None]
     cos, sin = turns.cos().to(x.dtype).unsqueeze(1), turns.sin().to(x.dtype).unsqueeze(1)
-    turns.mul_(2)
+    turns.square_()
     return turned(x, cos, sin) + turns.sum().to(x.dtype)
 
 
