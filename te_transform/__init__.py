@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import sys
 from importlib import import_module
 from types import ModuleType
@@ -104,7 +105,9 @@ class _Package(ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name not in _HOME_OF:
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        state = random.getstate()
         found = getattr(import_module(_HOME_OF[name]), name)
+        random.setstate(state)  # importing rich draws random numbers
         setattr(self, name, found)
         return found
 

@@ -14,14 +14,17 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-# In a process that has no other te_transform: where it comes from, and the rules that it fuses by.
+# In a process that has no other te_transform: where it comes from, the rules that it fuses by, and whether
+# Python draws the same random numbers as without it.
 FIRST_USE = """
-import torch, te_transform
+import random, torch, te_transform
 from torch import nn
 model = nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 32))
+state = random.getstate()
 converted = te_transform.convert(model, torch.randn(2, 16))
 print(te_transform.__file__)
 print(dict(te_transform.report(converted).counts))
+print(random.getstate() == state)
 """
 
 
@@ -74,9 +77,10 @@ def test_runs(installed: Path, tmp_path: Path) -> None:
         [sys.executable, "-c", FIRST_USE],
         cwd=tmp_path, env=environment, capture_output=True, text=True, check=True,
     )  # fmt: skip
-    home, counts = ran.stdout.splitlines()
+    home, counts, is_same_random = ran.stdout.splitlines()
     assert Path(home).is_relative_to(installed)
     assert counts == "{'layernorm_linear': 1}"
+    assert is_same_random == "True"
 
 
 def test_each_recipe_names_the_extra_that_installs_what_it_imports() -> None:
