@@ -112,6 +112,14 @@ def test_transforms_of_sdpa(name: str) -> None:
     Pair.shared(Tiny).agree(TRANSFORMS[name], atol=1e-3)
 
 
+def test_an_error_in_a_transform_is_the_models_own() -> None:
+    """Tensors of transforms have no memory to restore before the user's own code runs once more."""
+    narrow = X[..., :3]
+    for model in Pair.shared(Tiny).models:
+        with pytest.raises(RuntimeError, match="normalized_shape"):
+            torch.func.jvp(model, (narrow,), (narrow,))
+
+
 def test_after_a_transform_that_dynamo_fails_on_the_graphs_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
     model = seeded(Tiny)
     converted = te_transform.convert(model, X)

@@ -484,10 +484,11 @@ def _may_fail_again(error: Exception, call: ModuleCall) -> bool:
     """Return True if the user's own code may run once more, to raise its own error.
 
     A compiled graph raises a RuntimeError for an id out of range, and a captured graph may leave out a check
-    of the user's code. A second run is excluded in three cases:
+    of the user's code. A second run is excluded in four cases:
 
     - on a GPU, where errors come later;
     - with several ranks, which would wait for the collectives of this rank;
+    - in a transform of torch.func, in which tensors have no memory to restore;
     - if the forward might change an argument twice, such as a cache.
     """
     first = next(call.module.parameters(), None)
@@ -495,4 +496,5 @@ def _may_fail_again(error: Exception, call: ModuleCall) -> bool:
     alone = not (torch.distributed.is_available() and torch.distributed.is_initialized())
     leaves = tree_leaves((call.args, call.kwargs))
     is_plain = all(isinstance(held, (Tensor, int, float, str, NoneType)) for held in leaves)
-    return isinstance(error, RuntimeError) and on_cpu and alone and is_plain and not in_backward()
+    is_apart = in_backward() or call.is_transformed
+    return isinstance(error, RuntimeError) and on_cpu and alone and is_plain and not is_apart
