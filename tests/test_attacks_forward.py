@@ -14,6 +14,7 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 import te_transform
+from te_transform.verify.replay import named_tensors
 from tests.attacks import OTHER, Attends, Block, Pair, X, each, odd, with_input_gradient
 from tests.conversions import calls
 from tests.functions import Cube, Doubled, Tripled
@@ -271,6 +272,29 @@ def test_ways_to_call_and_to_return(name: str) -> None:
     pair = Pair.of(odd(CALLS[name], **linears))
     assert not [note for note in te_transform.report(pair.converted).notes if "RuntimeError" in note]
     pair.agree(with_input_gradient)
+
+
+def test_outputs_in_float8_are_compared() -> None:
+    forward = Block.forward
+    pair = Pair.of(odd(lambda s, x: forward(s, x).detach().to(torch.float8_e4m3fn)), verify=True)
+    assert te_transform.verify(*pair.models, X)
+
+
+OTHER_LAYOUTS = {
+    "sparse": lambda x: x.to_sparse(),
+    "sparse rows": lambda x: x[0].to_sparse_csr(),
+    "nested": lambda x: torch.nested.nested_tensor([*x]),
+    "jagged": lambda x: torch.nested.nested_tensor([*x], layout=torch.jagged),
+}
+
+
+@each(OTHER_LAYOUTS)
+def test_outputs_of_other_layouts_have_dense_parts(name: str) -> None:
+    parts = dict(named_tensors({"out": OTHER_LAYOUTS[name](X)}))
+    names = ["out.0", "out.1"] if name in ("nested", "jagged") else ["out"]
+    assert [*parts] == names
+    for part, expected in zip(parts.values(), X, strict=False):
+        assert torch.equal(part.view(-1)[: expected.numel()], expected.view(-1))
 
 
 RECOMPUTED = {

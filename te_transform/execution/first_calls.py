@@ -19,6 +19,7 @@ from te_transform.execution.console import in_a_line, progress
 from te_transform.execution.distances import distance, rounding
 from te_transform.execution.runner import Runner
 from te_transform.execution.writes import unwritten
+from te_transform.graph.bits import dense_parts
 from te_transform.graph.inputs import Inputs, TraceError
 from te_transform.graph.preserve import preserved
 from te_transform.plan.match import Plan
@@ -91,7 +92,8 @@ def _is_trainable(model: nn.Module) -> bool:
 
 
 def _tensors(outputs: Any) -> list[Tensor]:
-    return [leaf.detach() for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
+    leaves = (leaf.detach() for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor))
+    return [part for leaf in leaves for part in dense_parts(leaf)]
 
 
 def traced_otherwise(

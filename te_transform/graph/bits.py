@@ -1,4 +1,4 @@
-"""Compare tensors of any layout bit by bit."""
+"""Compare tensors of any layout bit by bit, and read their numbers."""
 
 from __future__ import annotations
 
@@ -51,3 +51,16 @@ def _parts(tensor: Tensor) -> list[Tensor]:
         scale = [tensor.q_scale(), tensor.q_zero_point()]
         return [tensor.int_repr(), torch.tensor(scale, dtype=torch.float64, device="cpu")]
     return [tensor]
+
+
+def dense_parts(tensor: Tensor) -> list[Tensor]:
+    """Return dense tensors with the numbers of a tensor, in dtypes that PyTorch computes in.
+
+    A nested tensor has one part for each tensor in it; other tensors have one part.
+    """
+    if tensor.is_nested:
+        return [part for each in tensor.unbind() for part in dense_parts(each)]
+    if tensor.layout is not torch.strided:
+        tensor = tensor.to_dense()
+    is_float8 = tensor.is_floating_point() and tensor.dtype.itemsize == 1
+    return [tensor.bfloat16() if is_float8 else tensor]

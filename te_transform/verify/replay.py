@@ -14,6 +14,7 @@ from torch._dynamo.convert_frame import compile_lock
 from torch.utils._pytree import tree_leaves, tree_map_with_path
 
 from te_transform.backends.fp8.fp8_only import exact
+from te_transform.graph.bits import dense_parts
 from te_transform.graph.inputs import Inputs
 from te_transform.graph.preserve import same_buffers, same_random
 from te_transform.verify.judged import Judged, Noise
@@ -144,10 +145,12 @@ def _given(inputs: Inputs, double: bool) -> tuple[tuple, dict[str, Any], dict[st
 
 def named_tensors(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of an output, named by their paths in it; key-value caches are skipped."""
-    if isinstance(value, Tensor):
-        yield name, value
+    if isinstance(value, Tensor) and not value.is_nested:
+        yield from ((name, part) for part in dense_parts(value))
         return
-    if isinstance(value, Mapping):
+    if isinstance(value, Tensor):
+        items = enumerate(dense_parts(value))
+    elif isinstance(value, Mapping):
         items = value.items()
     elif isinstance(value, (tuple, list)):
         items = enumerate(value)
