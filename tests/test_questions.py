@@ -63,6 +63,13 @@ def suppressed(model: Model, held: Any, kwargs: dict[str, Any]) -> float:
     return scale
 
 
+def matched(model: Model, held: Any, kwargs: dict[str, Any]) -> float:
+    match kwargs:
+        case {"scale": scale}:
+            return scale
+    return 1.0
+
+
 def check(read: Callable[..., Any], held: Any, change: Callable[[Any], Any], **later: Any) -> int:
     """A captured forward gives the original's numbers before and after a change, in graphs that stay.
 
@@ -88,6 +95,8 @@ KEYWORDS = {
     "KeyError": or_one(lambda m, held, kwargs: kwargs["scale"]),
     "LookupError": or_one(lambda m, held, kwargs: kwargs["scale"], LookupError),
     "suppress": suppressed,
+    "match": matched,
+    "repr()": lambda m, held, kwargs: float(len(repr(kwargs))),
     "itemgetter": or_one(lambda m, held, kwargs: operator.itemgetter("scale")(kwargs)),
     "ChainMap": or_one(lambda m, held, kwargs: collections.ChainMap(kwargs, {"scale": 1.0})["scale"]),
 }
@@ -133,6 +142,13 @@ KEYS = {
     ),
     "a dict of the process": (
         lambda m, held, kwargs: SHARED["a"], lambda: None, lambda m: SHARED.update(a=3.0),
+    ),
+    "all keys": (lambda m, held, kwargs: 1.0 + len(list(held)), dict, put()),
+    "all items of a set": (lambda m, held, kwargs: 1.0 + len([*held]), set, lambda m: m.held.add(1)),
+    "the first key": (
+        lambda m, held, kwargs: 1.0 + list(held).index("a"),
+        lambda: {"a": 1.0, "b": 1.0},
+        lambda m: put(value=m.held.pop("a"))(m),
     ),
     "an item that is gone": (
         lambda m, held, kwargs: held["a"], lambda: {"a": 3.0}, lambda m: m.held.clear(),
@@ -409,6 +425,10 @@ PROCESS = {
     "get_world_size": (
         or_one(lambda m, held, kwargs: 5.0 * dist.get_world_size(), ValueError, RuntimeError), process_group,
     ),
+    "get_world_size, of a named group": (
+        or_one(lambda m, held, kwargs: 5.0 * dist.get_world_size(group=None), ValueError, RuntimeError),
+        process_group,
+    ),
     "get_rank": (
         lambda m, held, kwargs: 5.0 + dist.get_rank() if dist.is_initialized() else 1.0, process_group,
     ),
@@ -465,8 +485,11 @@ def default(value: float = 0.0) -> float:
 NEGATIVE = {
     "an attribute": (lambda m, held, kwargs: sign(held), 0.0, -0.0),
     "in a tuple": (lambda m, held, kwargs: sign(held[0]), (0.0,), (-0.0,)),
+    "in a frozenset": (
+        lambda m, held, kwargs: sign(next(iter(held))), frozenset((0.0,)), frozenset((-0.0,)),
+    ),
     "the imaginary part": (lambda m, held, kwargs: sign(held.imag), complex(1, 0.0), complex(1, -0.0)),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", NEGATIVE)
@@ -487,3 +510,81 @@ def test_zero_may_become_negative_in_global_variables(monkeypatch: pytest.Monkey
         monkeypatch.setitem(globals(), "ZERO", -0.0)
 
     check(lambda m, held, kwargs: sign(ZERO), None, change)
+
+
+TYPES = {"in a tuple": (1,), "in a frozenset": frozenset((1,)), "in a set": {1}}
+
+
+@pytest.mark.parametrize("other", [True, 1.0])
+@pytest.mark.parametrize("name", TYPES)
+def test_a_number_may_become_one_of_another_type(name: str, other: Any) -> None:
+    check(
+        lambda m, held, kwargs: 1.0 + (type(next(iter(held))) is int),
+        TYPES[name],
+        lambda model: setattr(model, "held", type(model.held)((other,))),
+    )
+
+
+# Objects that are one, or two
+
+
+class Two:
+    """Two objects that are equal."""
+
+    def __init__(self, make: Callable[[], Any]):
+        self.one, self.other = make(), make()
+
+
+def appended(model: Model, held: Two, kwargs: dict[str, Any]) -> float:
+    held.one.append(1.0)
+    return 1.0 + len(held.other)
+
+
+def assigned(model: Model, held: Two, kwargs: dict[str, Any]) -> float:
+    held.one.late = 3.0
+    return getattr(held.other, "late", 1.0)
+
+
+def put_key(model: Model, held: Two, kwargs: dict[str, Any]) -> float:
+    held.one["late"] = 3.0
+    return held.other.get("late", 1.0)
+
+
+IDENTITY = {  # what the forward asks, and what makes each of the two objects
+    "is": (lambda m, held, kwargs: 1.0 + (held.one is held.other), list),
+    "is, of parameters": (
+        lambda m, held, kwargs: 1.0 + (held.one.weight is held.other.weight), lambda: nn.LayerNorm(1),
+    ),
+    "is not": (lambda m, held, kwargs: 1.0 + (held.one is not held.other), Child),
+    "==": (lambda m, held, kwargs: 1.0 + (held.one == held.other), Child),
+    "in a list": (lambda m, held, kwargs: 1.0 + (held.one in [held.other]), Child),
+    "in a set": (lambda m, held, kwargs: 1.0 + len({held.one, held.other}), Child),
+    "a list that is changed": (appended, list),
+    "an object that is changed": (assigned, types.SimpleNamespace),
+    "a dict that is changed": (put_key, dict),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", IDENTITY)
+def test_two_objects_may_become_one(name: str) -> None:
+    read, make = IDENTITY[name]
+    model = type("Reads", (Model,), {"read": read})(Two(make))
+    run = capture(type(model).forward, lambda graph, inputs: graph.forward)
+    run(model, X)
+    model.held.one, model.held.other = make(), make()
+    expected, model.held.one, model.held.other = model(X), make(), make()
+    assert torch.equal(run(model, X), expected)
+    model.held.one = model.held.other = make()
+    expected, model.held.one = model(X), make()
+    model.held.other = model.held.one
+    assert torch.equal(run(model, X), expected)
+
+
+def test_a_global_variable_may_become_another_object(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The forward also reads the object through the model."""
+    monkeypatch.setitem(globals(), "SHARED", shared := {"a": 2.0})
+    check(
+        lambda m, held, kwargs: held["a"] + 10.0 * SHARED["a"],
+        shared,
+        lambda model: setattr(model, "held", {"a": 5.0}),
+    )

@@ -6,7 +6,8 @@ A forward asks questions whose answers dynamo folds into the graph without a gua
 - What does a class define under a name?
 - Which names does an object hold?
 - What is the state of the process?
-- Which sign does a zero have?
+- Are two objects the same?
+- Of which type is a number that equals another, and which sign does a zero have?
 
 During a capture, `guard_questions` patches dynamo's variable trackers to add one guard per question. A call
 with a different answer recompiles.
@@ -18,6 +19,7 @@ import dataclasses
 import functools
 import inspect
 import math
+import operator
 import random
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -29,10 +31,22 @@ import torch
 from torch import nn
 from torch._dynamo import guards
 from torch._dynamo.exc import ObservedAttributeError, ObservedKeyError
+from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.source import GlobalStateSource, SkipGuardSource, is_from_skip_guard_source
-from torch._dynamo.variables import DefaultDictVariable, SetVariable, dicts, functions, misc
+from torch._dynamo.variables import (
+    BuiltinVariable,
+    DefaultDictVariable,
+    SetVariable,
+    builder,
+    dicts,
+    functions,
+    lists,
+    misc,
+    object_protocol,
+)
 from torch._dynamo.variables import torch as torch_functions
 from torch._dynamo.variables.base import VariableTracker
+from torch._dynamo.variables.hashable import HashableTracker
 from torch._dynamo.variables.user_defined import (
     UserDefinedClassVariable,
     UserDefinedObjectVariable,
@@ -41,7 +55,10 @@ from torch._dynamo.variables.user_defined import (
 from torch._guards import Guard, Source, TracingContext
 
 from te_transform.graph.class_guards import classes_of, guard_class_attribute, guard_special_methods
+from te_transform.graph.identity_guards import guard_changed, guard_identity, note_tracked
+from te_transform.graph.root_guard import guard_at_root
 
+_COMPARED = frozenset((bool, int, float, complex, str, bytes, type(None)))  # keys that == compares
 Ask = Callable[[Any], Hashable]  # asks an object a question; answers are compared with ==
 
 # Dynamo folds calls of these functions too. Their answers depend only on the arguments or the hardware.
@@ -73,8 +90,10 @@ def _guard(variable: VariableTracker, ask: Ask) -> None:
         _install(variable.source, _same_answer, ask)
 
 
-def _guard_process(function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    ask = functools.partial(_process_says, function=function, arguments=arguments)
+def _guard_process(
+    function: Callable[..., Any], arguments: tuple[Any, ...] = (), named: tuple[tuple[str, Any], ...] = ()
+) -> None:
+    ask = functools.partial(_process_says, function=function, arguments=arguments, named=named)
     _install(GlobalStateSource(), _same_answer_of_process, ask)
 
 
@@ -110,20 +129,10 @@ def _same_answer(builder: Any, guard: Guard, ask: Ask) -> None:
     """
     answer, told = ask(builder.get(guard)), _description(guard, ask, guard.name)
     manager = builder.get_guard_manager(guard)
-    if not isinstance(manager, guards.DictGuardManager):
+    if isinstance(manager, guards.DictGuardManager):
+        guard_at_root(builder, guard.name, ask, told, guard.user_stack)
+    else:
         manager.add_lambda_guard(lambda held: ask(held) == answer, told, guard.user_stack)
-        return
-    code = compile(guard.name, "<guard>", "eval")
-    known = {**builder.scope, **guards._get_closure_vars()}
-    del known["L"]  # the arguments of the captured call
-
-    def is_same(local_names: dict[str, Any]) -> bool:
-        try:
-            return ask(eval(code, known, {"L": local_names})) == answer
-        except Exception:  # the dict is not where it was
-            return False
-
-    builder.guard_manager.root.add_lambda_guard(is_same, told, guard.user_stack)
 
 
 def _same_answer_of_process(builder: Any, guard: Guard, ask: Ask) -> None:
@@ -182,19 +191,32 @@ def _random_state(held: random.Random) -> Hashable:
     return held.getstate()
 
 
-def _process_says(_: Any, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Hashable:
+def _process_says(
+    _: Any, function: Callable[..., Any], arguments: tuple[Any, ...], named: tuple[tuple[str, Any], ...]
+) -> Hashable:
     try:
-        return function(*arguments)
+        return function(*arguments, **dict(named))
     except Exception as error:
         return type(error)
 
 
-def _zero_signs(held: Any) -> Hashable:
-    """Return the signs of the zeros in a number or a tuple: 0.0 == -0.0, but 1 / x differs."""
-    if isinstance(held, tuple):
-        return tuple(filter(None, map(_zero_signs, held)))
-    parts = (held.real, held.imag) if type(held) is complex else (held,) if type(held) is float else ()
-    return tuple(math.copysign(1.0, part) for part in parts if part == 0.0)
+def _keys_in_order(held: Any) -> Hashable:
+    keys, types = tuple(held), tuple(map(type, held))
+    is_plain = _COMPARED.issuperset(types)
+    return keys if is_plain else tuple(map(hash, keys)), types
+
+
+def _numbers(held: Any) -> tuple[Hashable, ...]:
+    """Return the types of the numbers in a value, and the signs of its zeros.
+
+    1 == 1.0 == True, and 0.0 == -0.0, but 1 / x differs.
+    """
+    if isinstance(held, (tuple, frozenset)):
+        return tuple(number for each in held for number in _numbers(each))
+    if type(held) not in (bool, int, float, complex):
+        return ()
+    signs = (math.copysign(1.0, part) for part in (held.real, held.imag) if part == 0.0)
+    return (type(held), *signs)
 
 
 # The patches of dynamo's trackers
@@ -209,6 +231,11 @@ def _patches() -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
         for name in ("getitem_const_raise_exception_if_absent", "_missing_impl"):
             if name in vars(tracker):
                 yield tracker, name, _item_lookup
+    for tracker in (*_subclasses(dicts.ConstDictVariable), *_subclasses(SetVariable)):
+        for name in ("as_python_constant", "repr_impl", "tp_iter_impl", "unpack_var_sequence"):
+            if name in vars(tracker):
+                yield tracker, name, _all_items
+    yield lists.CommonListMethodsVariable, "call_method", _list_method
     yield UserDefinedClassVariable, "__init__", _of_a_class
     yield UserDefinedObjectVariable, "__init__", _of_a_class
     for tracker in (misc.PythonModuleVariable, *_subclasses(functions.BaseUserFunctionVariable)):
@@ -218,6 +245,14 @@ def _patches() -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
     yield torch_functions.TorchInGraphFunctionVariable, "call_function", _folded_function
     yield functions.PolyfilledFunctionVariable, "call_function", _polyfill
     yield misc.RandomVariable, "call_method", _random_method
+    yield BuiltinVariable, "call_function", _identity
+    yield object_protocol, "vt_identity_compare", _identity_in_equality
+    yield HashableTracker, "__init__", _key
+    yield builder, "make_dupe_guard", _one_object_in_two_places
+    for name in ("_track_obj", "track_mutable"):
+        yield SideEffects, name, _tracked
+    yield SideEffects, "mutation", _mutation
+    yield SideEffects, "store_attr", _mutation
     yield SetVariable, "call_method", _set_method
     yield guards.GuardBuilder, "EQUALS_MATCH", _equality
     yield misc.GetAttrVariable, "call_method", _dict_method
@@ -302,6 +337,30 @@ def _item_lookup(own: Callable[..., Any]) -> Callable[..., Any]:
     return look_up
 
 
+def _all_items(own: Callable[..., Any]) -> Callable[..., Any]:
+    """Guard the keys of a dict or a set that dynamo reads as a whole, and their order."""
+
+    @functools.wraps(own)
+    def read(self: Any, *args: Any) -> Any:
+        found = own(self, *args)
+        _guard(self, _keys_in_order)
+        return found
+
+    return read
+
+
+def _list_method(own: Callable[..., Any]) -> Callable[..., Any]:
+    """Guard the keys of a dict or a set from which a list is made, as by list() and [*keys]."""
+
+    @functools.wraps(own)
+    def call(self: Any, tx: Any, name: str, args: list[VariableTracker], kwargs: Any) -> Any:
+        if name == "extend" and args and isinstance(args[0], (dicts.ConstDictVariable, SetVariable)):
+            _guard(args[0], _keys_in_order)
+        return own(self, tx, name, args, kwargs)
+
+    return call
+
+
 def _default_dict_method(own: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(own)
     def call(self: Any, tx: Any, name: str, args: list[VariableTracker], kwargs: Any) -> Any:
@@ -366,9 +425,10 @@ def _folded_function(own: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(own)
     def call(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
         is_folded = self.value in torch_functions.constant_fold_functions and self.value not in _CONSTANT
-        if is_folded and not kwargs and all(argument.is_python_constant() for argument in args):
-            arguments = tuple(argument.as_python_constant() for argument in args)
-            _guard_process(self.value, arguments)
+        if is_folded and all(given.is_python_constant() for given in (*args, *kwargs.values())):
+            arguments = tuple(given.as_python_constant() for given in args)
+            named = tuple((name, given.as_python_constant()) for name, given in kwargs.items())
+            _guard_process(self.value, arguments, named)
         return own(self, tx, args, kwargs)
 
     return call
@@ -393,7 +453,7 @@ def _polyfill(own: Callable[..., Any]) -> Callable[..., Any]:
         # inspect.unwrap() reads the recursion limit, which PyTorch increases when inductor is imported
         by_inspect = tx.f_code.co_filename == inspect.__file__
         if self.can_constant_fold_through() and not args and not kwargs and not by_inspect:
-            _guard_process(self.wrapped_fn, ())
+            _guard_process(self.wrapped_fn)
         return own(self, tx, args, kwargs)
 
     return call
@@ -403,7 +463,77 @@ def _equality(own: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(own)
     def match(self: Any, guard: Guard, *args: Any, **kwargs: Any) -> None:
         own(self, guard, *args, **kwargs)
-        if _zero_signs(self.get(guard)):
-            _same_answer(self, guard, _zero_signs)
+        if isinstance(self.get(guard), (float, complex, tuple, frozenset)) and _numbers(self.get(guard)):
+            _same_answer(self, guard, _numbers)
 
     return match
+
+
+def _identity(own: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(own)
+    def call(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        if self.fn in (operator.is_, operator.is_not):
+            _compare(*args)
+        return own(self, tx, args, kwargs)
+
+    return call
+
+
+def _identity_in_equality(own: Callable[..., Any]) -> Callable[..., Any]:
+    """Guard the identity of objects without an `__eq__`, which `==` and `in` compare."""
+
+    @functools.wraps(own)
+    def compare(left: VariableTracker, right: VariableTracker) -> Any:
+        _compare(left, right)
+        return own(left, right)
+
+    return compare
+
+
+def _compare(*compared: VariableTracker) -> None:
+    """Guard the identity of objects, if guards can reach all of them."""
+    if all(each.source is not None for each in compared):
+        guard_identity(*(each.source for each in compared))
+
+
+def _key(own: Callable[..., Any]) -> Callable[..., Any]:
+    """Guard the identity of objects that are keys of a dict or items of a set."""
+
+    @functools.wraps(own)
+    def create(self: Any, vt: VariableTracker) -> None:
+        own(self, vt)
+        if not self.vt.is_python_constant():
+            guard_identity(self.vt.source)
+
+    return create
+
+
+def _one_object_in_two_places(own: Callable[..., Any]) -> Callable[..., Any]:
+    """Guard that an argument and a global variable stay one object, where dynamo has no guard."""
+
+    @functools.wraps(own)
+    def guard(found: Source, known: Source | None) -> Any:
+        made = own(found, known)
+        if made is None and known is not None and known != found:
+            guard_identity(found, known)
+        return made
+
+    return guard
+
+
+def _tracked(own: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(own)
+    def track(self: SideEffects, item: Any, variable: VariableTracker, **kwargs: Any) -> VariableTracker:
+        note_tracked(variable)
+        return own(self, item, variable, **kwargs)
+
+    return track
+
+
+def _mutation(own: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(own)
+    def change(self: SideEffects, variable: VariableTracker, *args: Any, **kwargs: Any) -> Any:
+        guard_changed(variable)
+        return own(self, variable, *args, **kwargs)
+
+    return change

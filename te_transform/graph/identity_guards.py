@@ -1,0 +1,86 @@
+"""A guard for the objects that a capture takes for different ones, or for one.
+
+Dynamo folds `a is b`, and tracks a list that is found in two places as two lists, without a guard that they
+stay different. Each graph has one such guard, for the objects that the forward compares, uses as keys, or
+changes.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+from torch._dynamo import guards
+from torch._dynamo.source import GlobalStateSource
+from torch._dynamo.variables.base import VariableTracker
+from torch._guards import Guard, Source, TracingContext
+
+from te_transform.graph.root_guard import guard_at_root, value_of
+
+# Dynamo guards the identity or the value of such objects, with other guards.
+_GUARDED = (int, float, complex, str, bytes, type, types.NoneType, types.ModuleType)
+_OF_MODULES = frozenset(vars(nn.Module()))  # such as _parameters: no other object refers to these
+
+
+class _Compared:
+    """The sources of the objects of one capture that have to stay different, or one."""
+
+    def __init__(self) -> None:
+        self.sources: dict[Source, None] = {}
+        self.tracked: list[VariableTracker] = []  # objects that a capture may change
+        self.changed: set[Any] = set()  # the classes of changed objects
+
+    def names(self, builder: Any) -> list[str]:
+        """Return the names of compared objects, of changed objects, and of others of their classes."""
+        found = {*self.sources, *(v.source for v in self.tracked if _class_of(v) in self.changed)}
+        names = sorted({source.name for source in found})
+        shared = [name for name in names if name.rpartition(".")[2] not in _OF_MODULES]
+        return [name for name in shared if not isinstance(value_of(builder, name), _GUARDED)]
+
+
+def _class_of(variable: VariableTracker) -> Any:
+    return getattr(variable, "value_type", None) or type(variable)
+
+
+def guard_identity(*sources: Source | None) -> None:
+    """Guard which of the objects behind these sources, and behind all earlier ones, are the same."""
+    _compared().sources.update((source, None) for source in sources if source is not None)
+
+
+def note_tracked(variable: VariableTracker) -> None:
+    """Note an object that the capture may change."""
+    if variable.source is not None:
+        _compared().tracked.append(variable)
+
+
+def guard_changed(variable: VariableTracker) -> None:
+    """Guard that an object which the capture changes stays different from others of its class."""
+    if variable.source is not None:
+        _compared().changed.add(_class_of(variable))
+
+
+def _compared() -> _Compared:
+    """Return what the capture has compared, and install the guard at the first call."""
+    installed = TracingContext.get().guards_context.dynamo_guards
+    compared: _Compared | None = vars(installed).get("_te_transform_compared")
+    if compared is None:
+        compared = vars(installed)["_te_transform_compared"] = _Compared()
+        installed.add(GlobalStateSource().make_guard(functools.partial(_same_objects, compared=compared)))
+    return compared
+
+
+def _same_objects(builder: Any, guard: Guard, compared: _Compared) -> None:
+    """Build the guard after all objects were compared."""
+    names = compared.names(builder)
+    if len(names) > 1:
+        said = guards.get_verbose_code_parts([f"the same of {len(names)} objects are one object"], guard)
+        guard_at_root(builder, f"({', '.join(names)})", _firsts, said, guard.user_stack)
+
+
+def _firsts(held: Iterable[Any]) -> tuple[int, ...]:
+    """Return, for each object, the place where it is found first."""
+    places: dict[int, int] = {}
+    return tuple(places.setdefault(id(value), place) for place, value in enumerate(held))
