@@ -3,6 +3,7 @@ anew."""
 
 import collections
 import contextlib
+import copy
 import math
 import operator
 import os
@@ -588,3 +589,16 @@ def test_a_global_variable_may_become_another_object(monkeypatch: pytest.MonkeyP
         shared,
         lambda model: setattr(model, "held", {"a": 5.0}),
     )
+
+
+def test_a_deque_drops_its_first_items() -> None:
+    def read(model: Model, held: Any, kwargs: dict[str, Any]) -> float:
+        held.append(held[-1] + 1.0)
+        return sum(held)
+
+    model = type("Reads", (Model,), {"read": read})(collections.deque([1.0], maxlen=2))
+    twin = copy.deepcopy(model)
+    run = capture(type(model).forward, lambda graph, inputs: graph.forward)
+    for _ in range(3):
+        assert torch.equal(run(model, X), twin(X))
+    assert model.held == twin.held

@@ -35,6 +35,7 @@ from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.source import GlobalStateSource, SkipGuardSource, is_from_skip_guard_source
 from torch._dynamo.variables import (
     BuiltinVariable,
+    ConstantVariable,
     DefaultDictVariable,
     SetVariable,
     builder,
@@ -200,6 +201,10 @@ def _process_says(
         return type(error)
 
 
+def _maxlen(held: Any) -> Hashable:
+    return held.maxlen
+
+
 def _keys_in_order(held: Any) -> Hashable:
     keys, types = tuple(held), tuple(map(type, held))
     is_plain = _COMPARED.issuperset(types)
@@ -236,6 +241,7 @@ def _patches() -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
             if name in vars(tracker):
                 yield tracker, name, _all_items
     yield lists.CommonListMethodsVariable, "call_method", _list_method
+    yield builder.VariableBuilder, "wrap_listlike", _length_limit
     yield UserDefinedClassVariable, "__init__", _of_a_class
     yield UserDefinedObjectVariable, "__init__", _of_a_class
     for tracker in (misc.PythonModuleVariable, *_subclasses(functions.BaseUserFunctionVariable)):
@@ -359,6 +365,20 @@ def _list_method(own: Callable[..., Any]) -> Callable[..., Any]:
         return own(self, tx, name, args, kwargs)
 
     return call
+
+
+def _length_limit(own: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a deque its `maxlen`, which dynamo omits, and guard it."""
+
+    @functools.wraps(own)
+    def wrap(self: Any, value: Any) -> Any:
+        made = own(self, value)
+        if isinstance(made, lists.DequeVariable):
+            made.maxlen = ConstantVariable.create(value.maxlen)
+            _guard(made, _maxlen)
+        return made
+
+    return wrap
 
 
 def _default_dict_method(own: Callable[..., Any]) -> Callable[..., Any]:
