@@ -43,6 +43,7 @@ CHANGING = {
     "a list that grows": ([], lambda seen: [*seen, 1.0], len),
     "a name": ("a", lambda seen: seen + "a", len),
     "a dict that grows": ({}, lambda seen: {**seen, len(seen): 1}, len),
+    "keys that grow": ({}, lambda seen: {**seen, len(seen): 1}, lambda seen: len(list(seen))),
 }
 
 

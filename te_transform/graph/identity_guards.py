@@ -13,7 +13,6 @@ from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
-from torch._dynamo import guards
 from torch._dynamo.source import GlobalStateSource
 from torch._dynamo.variables.base import VariableTracker
 from torch._guards import Guard, Source, TracingContext
@@ -76,8 +75,7 @@ def _same_objects(builder: Any, guard: Guard, compared: _Compared) -> None:
     """Build the guard after all objects were compared."""
     names = compared.names(builder)
     if len(names) > 1:
-        said = guards.get_verbose_code_parts([f"the same of {len(names)} objects are one object"], guard)
-        guard_at_root(builder, f"({', '.join(names)})", _firsts, said, guard.user_stack)
+        guard_at_root(builder, guard, f"({', '.join(names)})", _firsts, f"places of {len(names)} objects")
 
 
 def _firsts(held: Iterable[Any]) -> tuple[int, ...]:

@@ -57,7 +57,7 @@ from torch._guards import Guard, Source, TracingContext
 
 from te_transform.graph.class_guards import classes_of, guard_class_attribute, guard_special_methods
 from te_transform.graph.identity_guards import guard_changed, guard_identity, note_tracked
-from te_transform.graph.root_guard import guard_at_root
+from te_transform.graph.root_guard import description, guard_at_root
 
 _COMPARED = frozenset((bool, int, float, complex, str, bytes, type(None)))  # keys that == compares
 Ask = Callable[[Any], Hashable]  # asks an object a question; answers are compared with ==
@@ -128,26 +128,28 @@ def _same_answer(builder: Any, guard: Guard, ask: Ask) -> None:
 
     The manager of a dict whose order of keys is guarded takes no such guard. The root takes it there.
     """
-    answer, told = ask(builder.get(guard)), _description(guard, ask, guard.name)
-    manager = builder.get_guard_manager(guard)
+    manager, told = builder.get_guard_manager(guard), _question(ask, guard.name)
     if isinstance(manager, guards.DictGuardManager):
-        guard_at_root(builder, guard.name, ask, told, guard.user_stack)
-    else:
-        manager.add_lambda_guard(lambda held: ask(held) == answer, told, guard.user_stack)
+        guard_at_root(builder, guard, guard.name, ask, told)
+        return
+    answer = ask(builder.get(guard))
+    manager.add_lambda_guard(
+        lambda held: ask(held) == answer, description(told, answer, guard), guard.user_stack
+    )
 
 
 def _same_answer_of_process(builder: Any, guard: Guard, ask: Ask) -> None:
     """Build the guard for a question about the process."""
     answer = ask(None)
     builder.guard_manager.root.add_lambda_guard(
-        lambda _: ask(None) == answer, _description(guard, ask, ""), guard.user_stack
+        lambda _: ask(None) == answer, description(_question(ask, ""), answer, guard), guard.user_stack
     )
 
 
-def _description(guard: Guard, ask: Any, name: str) -> list[str]:
+def _question(ask: Any, name: str) -> str:
     values = filter(None, (name, *map(repr, ask.keywords.values()))) if hasattr(ask, "keywords") else (name,)
     called = getattr(ask, "func", ask).__name__.lstrip("_")
-    return guards.get_verbose_code_parts([f"{called}({', '.join(values)})"], guard)
+    return f"{called}({', '.join(values)})"
 
 
 # The questions
