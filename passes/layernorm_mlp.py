@@ -45,15 +45,15 @@ def activation_pattern(fc1: Pattern) -> OneOf:
     return OneOf(gated={"no": act(fc1)} | patterns)
 
 
-_FC1 = Linear(Norm(Var("x")), role="fc1")
-_HIDDEN, _OTHER = activation_pattern(_FC1), Pointwise(_FC1, role="functions")
+_NORM_FC1 = Linear(Norm(Var("x")), role="fc1")
+_HIDDEN, _OTHER = activation_pattern(_NORM_FC1), Pointwise(_NORM_FC1, role="functions")
 
 
-def _dropped(hidden: Pattern) -> Call:
+def _with_dropout(hidden: Pattern) -> Call:
     return Call(ops.dropout, hidden, role="dropout")
 
 
-_DROPPED = OneOf(_HIDDEN, _dropped(_HIDDEN), _dropped(_OTHER), _OTHER)
+_DROPPED_HIDDEN = OneOf(_HIDDEN, _with_dropout(_HIDDEN), _with_dropout(_OTHER), _OTHER)
 
 
 def refuse(
@@ -216,7 +216,7 @@ def example() -> tuple[nn.Module, torch.Tensor]:
 
 RULE = Rule(
     name="layernorm_mlp",
-    pattern=Linear(_DROPPED, role="fc2"),
+    pattern=Linear(_DROPPED_HIDDEN, role="fc2"),
     refuse=refuse,
     build=build,
     reads=("x", "norm.weight", "norm.bias", "fc1.weight", "fc1.bias", "fc2.weight", "fc2.bias"),

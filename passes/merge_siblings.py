@@ -67,25 +67,25 @@ def gated_product(linear: fx.Node) -> fx.Node | None:
     If attention reads the same norm as the MLP (Cohere), gate and up are merged on their own for
     LayerNormMLP.
     """
-    (product, *others) = {*_readers(linear)} or (None,)
+    (product, *others) = {*_readers_through_views(linear)} or (None,)
     if others or product is None or product.target is not torch.mul or linear.args[0].target not in ops.NORMS:
         return None
     factors = product.all_input_nodes
     is_gated = len(factors) == 2 and any(factor.target in ops.ACTIVATION_OPS for factor in factors)
-    sources = map(_source, factors)
+    sources = map(_before_views, factors)
     alike = all(node.target is ops.linear and node.args[0] is linear.args[0] for node in sources)
     return product if is_gated and alike else None
 
 
-def _readers(node: fx.Node) -> Iterator[fx.Node]:
+def _readers_through_views(node: fx.Node) -> Iterator[fx.Node]:
     for user in node.users:
         if _is_kept(user):
-            yield from _readers(user)
+            yield from _readers_through_views(user)
         else:
             yield user
 
 
-def _source(node: fx.Node) -> fx.Node:
+def _before_views(node: fx.Node) -> fx.Node:
     while _is_kept(node):
         node = node.args[0]
     return node

@@ -82,7 +82,7 @@ def _refuse_other_rotations(attention: fx.Node) -> Iterator[str]:
 
 def _refuse_missing_angles(cos: fx.Node, sin: fx.Node) -> Iterator[str | None]:
     """Yield why the angles of cosines and sines were not found."""
-    (of_cos, between), (of_sin, more) = map(_source, (cos, sin))
+    (of_cos, between), (of_sin, more) = map(_before_layout, (cos, sin))
     names = [called(node) for node in (*between, *more) if node.target not in (torch.unsqueeze, ops.cast)]
     if any(map(is_model_tensor, (of_cos, of_sin))):
         yield (
@@ -121,7 +121,7 @@ _LAID_OUT_BY = (
 )  # fmt: skip
 
 
-def _source(node: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
+def _before_layout(node: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
     """Return the value that cosines or sines were before layout changes, and the calls that changed them."""
     between = []
     while node.target in _LAID_OUT_BY:

@@ -69,7 +69,7 @@ __all__ = [
     "verify",
 ]
 
-_HOMES = {
+_PUBLIC_NAMES = {
     "te_transform.accumulate": ("Accumulation", "AccumulationError", "accumulate"),
     "te_transform.backends": ("BackendError",),
     "te_transform.check_ranks": ("RanksError", "check_ranks"),
@@ -93,7 +93,7 @@ _HOMES = {
     "te_transform.verify.verification": ("Verification",),
     "te_transform.verify.verify": ("assert_same", "verify"),
 }
-_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+_HOME_OF = {name: home for home, names in _PUBLIC_NAMES.items() for name in names}
 
 
 class _Package(ModuleType):

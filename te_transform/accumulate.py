@@ -46,7 +46,11 @@ class Accumulation:
     def left_out(self) -> dict[str, str]:
         """The names of the parameters that get gradients from autograd as usual, with the reasons."""
         fused = set(self.fused)
-        return {name: _reason(parameter) for name, parameter in self.parameters.items() if name not in fused}
+        return {
+            name: _why_not_accumulated(parameter)
+            for name, parameter in self.parameters.items()
+            if name not in fused
+        }
 
 
 @suggests
@@ -76,7 +80,7 @@ def accumulate(model: nn.Module, steps: int, dtype: torch.dtype = torch.float32)
             of other parameters.
         te_transform.ModelError: `model` is not a module.
     """
-    _check(model, steps, dtype)
+    _check_arguments(model, steps, dtype)
     gradients, parameters = GradientSums(dtype), dict(model.named_parameters(remove_duplicate=False))
     running = Accumulation(steps, parameters, gradients)
     hook = model.register_forward_pre_hook(lambda module, _: _count(module, running))
@@ -95,7 +99,7 @@ def accumulate(model: nn.Module, steps: int, dtype: torch.dtype = torch.float32)
         forget_weights(parameters.values())
 
 
-def _check(model: nn.Module, steps: int, dtype: torch.dtype) -> None:
+def _check_arguments(model: nn.Module, steps: int, dtype: torch.dtype) -> None:
     check_module(model, "accumulate")
     if not isinstance(steps, int) or steps < 1:
         raise AccumulationError(f"expected 1 or more forward passes for steps, got {steps!r}")
@@ -124,7 +128,7 @@ def _check(model: nn.Module, steps: int, dtype: torch.dtype) -> None:
         )
 
 
-def _reason(parameter: nn.Parameter) -> str:
+def _why_not_accumulated(parameter: nn.Parameter) -> str:
     if not parameter.requires_grad:
         return "it is frozen"
     if not on_kernels_device(parameter):

@@ -76,13 +76,13 @@ def _fingerprint(converted: nn.Module, mesh: DeviceMesh | None) -> dict[str, str
         "the model": f"{type(converted).__name__} of {len(parameters)} parameters ({_digest(parameters)})",
         "the plan": f"{len(made.fused)} fused sites ({_digest(f'{s.rule} {s.path}' for s in made.fused)})",
         "the recipe": "none" if precision is None else f"{precision.recipe} ({_digest([precision.sites])})",
-        "the options": " ".join(f"{name}={told}" for name, told in _told(options).items()),
+        "the options": " ".join(f"{name}={told}" for name, told in _execution_options(options).items()),
         "the mesh": "none" if mesh is None else f"{mesh.mesh.tolist()} {mesh.mesh_dim_names}",
         **{f"the version of {name}": installed_version(name) or "none" for name in _PACKAGES},
     }
 
 
-def _told(options: Options) -> dict[str, Any]:
+def _execution_options(options: Options) -> dict[str, Any]:
     """Return the options that change the execution; skip= is part of the plan's digest."""
     names = ("compile", "graphs", "approximate", "pad_vocabulary", "chunked_loss")
     return {"backend": options.backend.NAME, **{name: getattr(options, name) for name in names}}

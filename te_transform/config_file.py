@@ -63,7 +63,7 @@ def read_config(file: Path, trust_remote_code: bool = False) -> ConfigFile:
     if "pretrained_cfg" in told:  # as timm writes it
         told.setdefault("model_type", "timm_wrapper")
     found = ConfigFile(file)
-    found.entries = dict(_read(found, told, "", _class_of(told), set()))
+    found.entries = dict(_config_entries(found, told, "", _config_class(told), set()))
     return found
 
 
@@ -79,7 +79,7 @@ def _json(file: Path) -> dict[str, Any]:
     return told
 
 
-def _read(
+def _config_entries(
     found: ConfigFile, told: dict[str, Any], path: str, kind: Any, known: set[str] | None
 ) -> Iterator[tuple[str, Any]]:
     """Yield the entries of a config that are read.
@@ -104,8 +104,8 @@ def _read(
         elif known is not None and name not in known:
             found.unread.append(at)
         elif isinstance(value, dict) and name not in _ANY_TEXT:
-            part = _class_of(value) or _part_of(kind, name)
-            yield name, dict(_read(found, value, at, part, None if part is None else set()))
+            part = _config_class(value) or _part_of(kind, name)
+            yield name, dict(_config_entries(found, value, at, part, None if part is None else set()))
         else:
             _check_places(found.file, at, value if name not in _ANY_TEXT else ())
             yield name, value
@@ -125,7 +125,7 @@ def _or_without(told: dict[str, Any]) -> str:
     import transformers
 
     named = told.get("architectures") or ["AutoModel"]
-    if _class_of(told) is None or not isinstance(named, list) or not hasattr(transformers, str(named[0])):
+    if _config_class(told) is None or not isinstance(named, list) or not hasattr(transformers, str(named[0])):
         return ""
     return f", or pass a config without auto_map: transformers itself supports {told['model_type']}"
 
@@ -147,16 +147,16 @@ def _check_text(file: Path, at: str, name: str, value: Any, kind: Any) -> None:
         else:
             is_right, needed = False, "numbers alone"
         if not is_right:
-            raise LoadError(f"{_expected(file, at, needed, text)}")
+            raise LoadError(f"{_refusal_text(file, at, needed, text)}")
 
 
 def _check_places(file: Path, at: str, value: Any) -> None:
     for text in _texts(value):
         if _PLACE.search(text):
-            raise LoadError(f"{_expected(file, at, 'a name without path or repository', text)}")
+            raise LoadError(f"{_refusal_text(file, at, 'a name without path or repository', text)}")
 
 
-def _expected(file: Path, at: str, needed: str, text: str) -> str:
+def _refusal_text(file: Path, at: str, needed: str, text: str) -> str:
     return (
         f"expected {needed} for {at} in {file}, got {text!r}; change it, or pass --trust-remote-code if you "
         "trust it"
@@ -190,7 +190,7 @@ def _method(quantization: Any) -> str:
     return str(named or "by no named method") if quantization else ""
 
 
-def _class_of(told: dict[str, Any]) -> Any:
+def _config_class(told: dict[str, Any]) -> Any:
     """Return the transformers class of a config, or None."""
     from transformers import CONFIG_MAPPING
 

@@ -38,7 +38,7 @@ def inspect(model: nn.Module, example_inputs: Any = None, **options: Any) -> Rep
     """
     asked, sample = _asked(model, example_inputs, options)
     is_auto = asked.compile == "auto"
-    planned, seen = _planned(model, replace(asked, compile=False) if is_auto else asked, sample)
+    planned, seen = _plan_model(model, replace(asked, compile=False) if is_auto else asked, sample)
     found, plans = reported(model, planned, seen, sample), list(seen.plans())
     if not is_auto:
         told = _predicted_call(plans, asked, found.precision, model.training)
@@ -88,7 +88,7 @@ def plans_of(
 ) -> tuple[list[tuple[str, Plan]], PrecisionPlan | None]:
     """Return the plan of inspect() for each captured graph of the forward, and the precision plan."""
     asked, sample = _asked(model, example_inputs, options)
-    planned, seen = _planned(model, asked, sample)
+    planned, seen = _plan_model(model, asked, sample)
     return list(seen.plans()), reported(model, planned, seen, sample).precision
 
 
@@ -99,7 +99,7 @@ def _asked(model: nn.Module, example_inputs: Any, options: dict[str, Any]) -> tu
     return asked, as_inputs(model, example_inputs)[0]
 
 
-def _planned(model: nn.Module, options: Options, sample: Inputs) -> tuple[Runner, FirstGraphs]:
+def _plan_model(model: nn.Module, options: Options, sample: Inputs) -> tuple[Runner, FirstGraphs]:
     """Capture the forward, without memory unless the forward branches on values."""
     for tensors in ways_to_call(model):
         planned = Runner(options)

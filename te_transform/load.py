@@ -66,7 +66,7 @@ def inputs_of(told: Sequence[str], model: nn.Module) -> Inputs:
     named = [each.rpartition("=") for each in told]
     floats = filter(torch.is_floating_point, model.parameters())
     like = next(floats, torch.empty(0, dtype=torch.float32, device="cpu"))
-    tensors = [_tensor(shape, like) for _, _, shape in named]
+    tensors = [_parse_tensor(shape, like) for _, _, shape in named]
     names = [name for name, _, _ in named]
     if any(equals and not name for name, equals, _ in named):
         raise LoadError(f"expected a name before each =, such as ids=2x16:int64:1000, got {', '.join(told)}")
@@ -77,7 +77,7 @@ def inputs_of(told: Sequence[str], model: nn.Module) -> Inputs:
     return Inputs((), dict(zip(names, tensors, strict=True))) if any(names) else Inputs(tuple(tensors))
 
 
-def _tensor(told: str, like: Tensor) -> Tensor:
+def _parse_tensor(told: str, like: Tensor) -> Tensor:
     shape, dtype, high, *more = (*told.split(":"), "", "")
     kind, sizes = getattr(torch, dtype, None) if dtype else like.dtype, shape.split("x")
     if (

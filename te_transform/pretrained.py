@@ -16,7 +16,12 @@ from torch import nn
 
 from te_transform.config_file import ConfigFile, LoadError, read_config
 
-_WEIGHTS = "*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model*.bin.index.json"
+_WEIGHT_FILES = (
+    "*.safetensors",
+    "*.safetensors.index.json",
+    "pytorch_model*.bin",
+    "pytorch_model*.bin.index.json",
+)
 
 
 def from_config(
@@ -45,13 +50,13 @@ def from_config(
             config.name_or_path = str(path)
             if layers is not None:
                 _set_layers(config, layers)
-            kind = _class_of(config, told.entries.get("auto_map"))
+            kind = _model_class(config, told.entries.get("auto_map"))
             own: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
             if weights is not None:
                 own["trust_remote_code"] = trust_remote_code
                 return _with_weights(folder, path, kind, config, **weights, **own)
             with torch.device("meta") if on_meta else nullcontext():
-                return _built(kind, config, trust_remote_code, own)
+                return _build_from_config(kind, config, trust_remote_code, own)
     except LoadError:
         raise
     except UnpicklingError as error:
@@ -101,7 +106,7 @@ def _copied(path: Path, told: ConfigFile, with_weights: bool) -> Iterator[Path]:
         with TemporaryDirectory() as folder:
             home = Path(folder)
             (home / "config.json").write_text(json.dumps(told.entries), "utf-8")
-            for pattern in _WEIGHTS if with_weights else ():
+            for pattern in _WEIGHT_FILES if with_weights else ():
                 for file in path.glob(pattern):
                     (home / file.name).symlink_to(file.resolve())
             yield home
@@ -147,7 +152,7 @@ def _weights_in(path: Path) -> dict[str, bool] | None:
     return {"use_safetensors": False, "weights_only": True} if any(path.glob("pytorch_model*.bin")) else None
 
 
-def _class_of(config: Any, code: Any) -> Any:
+def _model_class(config: Any, code: Any) -> Any:
     """Return the model class that a config names, or AutoModel if it names none.
 
     If the config names code, return the auto class of transformers that loads the model class from the code.
@@ -170,7 +175,7 @@ def _class_of(config: Any, code: Any) -> Any:
     return kind
 
 
-def _built(kind: Any, config: Any, trust_remote_code: bool, own: dict[str, Any]) -> nn.Module:
+def _build_from_config(kind: Any, config: Any, trust_remote_code: bool, own: dict[str, Any]) -> nn.Module:
     if hasattr(kind, "_from_config"):
         return kind._from_config(config, **own)
     return kind.from_config(config, trust_remote_code=trust_remote_code, **own)

@@ -34,7 +34,7 @@ def scaling_state(model: nn.Module) -> dict[str, dict[str, Tensor]]:
     Raises:
         ModelError: `model` contains no converted model.
     """
-    owner, precision = _found(model, "scaling_state")
+    owner, precision = _converted_with_precision(model, "scaling_state")
     return {} if precision is None else precision.scales(owner)
 
 
@@ -46,7 +46,7 @@ def load_scaling_state(model: nn.Module, state: Mapping[str, Mapping[str, Tensor
         te_transform.PrecisionError: `state` is not a scaling state, or belongs to another model or recipe;
             nothing is loaded then.
     """
-    owner, precision = _found(model, "load_scaling_state")
+    owner, precision = _converted_with_precision(model, "load_scaling_state")
     _check_form(state)
     needed = {} if precision is None else precision.template(owner)
     sizes = {name: {key: [*value.shape] for key, value in row.items()} for name, row in state.items()}
@@ -54,7 +54,7 @@ def load_scaling_state(model: nn.Module, state: Mapping[str, Mapping[str, Tensor
         wanted = {key: [*value.shape] for key, value in needed.get(name, {}).items()}
         if sizes.get(name, {}) != wanted:
             found = sizes.get(name, "none")
-            raise _refused(f" of {name}", found, f"{wanted or 'none'}")
+            raise _scales_error(f" of {name}", found, f"{wanted or 'none'}")
     if precision is not None:
         copied = {
             name: {key: value.detach().clone() for key, value in row.items()} for name, row in state.items()
@@ -65,23 +65,23 @@ def load_scaling_state(model: nn.Module, state: Mapping[str, Mapping[str, Tensor
 def _check_form(state: Any) -> None:
     """Raise unless `state` is a dict of dicts of tensors."""
     if not isinstance(state, Mapping):
-        raise _refused("", f"a {type(state).__name__}", "a dict of dicts of tensors")
+        raise _scales_error("", f"a {type(state).__name__}", "a dict of dicts of tensors")
     for name, row in state.items():
         if not isinstance(row, Mapping):
-            raise _refused(f" of {name}", f"a {type(row).__name__}", "a dict of tensors")
+            raise _scales_error(f" of {name}", f"a {type(row).__name__}", "a dict of tensors")
         kinds = {key: type(value).__name__ for key, value in row.items()}
         if not all(isinstance(value, Tensor) for value in row.values()):
-            raise _refused(f" of {name}", kinds, "a dict of tensors")
+            raise _scales_error(f" of {name}", kinds, "a dict of tensors")
 
 
-def _refused(whose: str, found: Any, needed: str) -> PrecisionError:
+def _scales_error(whose: str, found: Any, needed: str) -> PrecisionError:
     return PrecisionError(
         f"expected {needed} for the scales{whose}, got {found}; load what te_transform.scaling_state() "
         "returned for a model that was converted with this recipe"
     )
 
 
-def _found(model: nn.Module, function: str) -> tuple[nn.Module, Precision | None]:
+def _converted_with_precision(model: nn.Module, function: str) -> tuple[nn.Module, Precision | None]:
     """Return the converted model in `model`, and its precision if it uses delayed scaling."""
     check_module(model, function)
     for module in model.modules():

@@ -20,7 +20,7 @@ from te_transform.backends.tensor_registry import TensorRegistry
 from te_transform.fp8_only.weights import quantize_together
 from tests.ranks import WIDTH, Block
 
-REGISTRIES = (PARAMETERS, joined._LAYOUTS, joined._ORIGINS)
+REGISTRIES = (PARAMETERS, joined._MEMORY_LAYOUTS, joined._ORIGINS)
 
 
 def test_a_record_ends_with_its_tensor() -> None:

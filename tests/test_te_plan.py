@@ -249,9 +249,11 @@ def test_auto_is_chosen_anew_where_a_model_is_captured_anew(
     checkpoints: bool, te: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As Trainer moves it to the GPU after the conversion; a model in bf16 stands for one there."""
-    monkeypatch.setattr(backends, "_narrow", lambda model: None)
+    monkeypatch.setattr(backends, "_too_narrow", lambda model: None)
     monkeypatch.setattr(
-        backends, "_unfit", lambda model, _: "it is on the CPU" if model.dtype == torch.float32 else None
+        backends,
+        "_why_te_cannot_run",
+        lambda model, _: "it is on the CPU" if model.dtype == torch.float32 else None,
     )
     batch = {"input_ids": LLAMA_IDS, "labels": LLAMA_IDS}
     model = llama()

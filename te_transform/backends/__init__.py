@@ -81,7 +81,7 @@ def choose(
         if planning:
             return planned, f"backend 'te', planned only, because {missing}"
         raise BackendError(f"backend='te' cannot be used: {missing}; pass backend='torch' or 'auto'")
-    missing = missing or _unfit(model, in_recipe) or (None if any_width else _narrow(model))
+    missing = missing or _why_te_cannot_run(model, in_recipe) or (None if any_width else _too_narrow(model))
     if missing:
         return plain, f"backend 'torch', because {missing}"
     return _te(), "backend 'te', because it runs here and the model is on the GPU"
@@ -104,7 +104,7 @@ def why_missing() -> str | None:
     return None
 
 
-def _unfit(model: nn.Module, in_recipe: bool) -> str | None:
+def _why_te_cannot_run(model: nn.Module, in_recipe: bool) -> str | None:
     """Return why TE's modules would not run for the model in its current state, or None."""
     weights = [parameter for parameter in model.parameters() if parameter.dim() == 2]
     if any(not weight.is_cuda for weight in weights):
@@ -118,7 +118,7 @@ def _unfit(model: nn.Module, in_recipe: bool) -> str | None:
     return None
 
 
-def _narrow(model: nn.Module) -> str | None:
+def _too_narrow(model: nn.Module) -> str | None:
     """Return why TE would make this model slower in bf16, or None."""
     widest = max((parameter.shape[1] for parameter in model.parameters() if parameter.dim() == 2), default=0)
     if widest < MIN_WIDTH:

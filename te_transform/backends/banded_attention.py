@@ -47,7 +47,7 @@ def attend(
     """
     scores = _scores(query, key, ends, longest, before, after, scale)
     weights = torch.ops.aten._safe_softmax(scores, -1)
-    out = weights @ _by_head(value, query.shape[2])
+    out = weights @ _in_float_heads(value, query.shape[2])
     out = out.transpose(1, 2).to(query.dtype).contiguous()
     if not keeps:
         return out, query.new_empty(0), query.new_empty(0)
@@ -73,10 +73,10 @@ def attend_backward(
     heads, groups = query.shape[2], key.shape[2]
     scores = _scores(query, key, ends, longest, before, after, scale)
     weights = torch.where(sums.isneginf(), 0.0, (scores - sums).exp())
-    rows, keys = _by_head(grad, heads), _by_head(key, heads)
-    inner = (rows * _by_head(out, heads)).sum(-1, keepdim=True)
-    of_scores = weights * (rows @ _by_head(value, heads).mT - inner) * scale
-    of_key, of_value = of_scores.mT @ _by_head(query, heads), weights.mT @ rows
+    rows, keys = _in_float_heads(grad, heads), _in_float_heads(key, heads)
+    inner = (rows * _in_float_heads(out, heads)).sum(-1, keepdim=True)
+    of_scores = weights * (rows @ _in_float_heads(value, heads).mT - inner) * scale
+    of_key, of_value = of_scores.mT @ _in_float_heads(query, heads), weights.mT @ rows
     return (
         _as_given(of_scores @ keys, heads, query),
         _as_given(of_key, groups, key),
@@ -91,28 +91,28 @@ def _scores(
     sees = within_band(band, None if longest else ends, query.shape[1], key.shape[1], query.device)
     if longest:
         sees = sees & within_documents(ends, *query.shape[:2])
-    scores = _by_head(query, query.shape[2]) @ _by_head(key, query.shape[2]).mT * scale
+    scores = _in_float_heads(query, query.shape[2]) @ _in_float_heads(key, query.shape[2]).mT * scale
     return scores.masked_fill(~sees, -torch.inf)
 
 
-def _by_head(x: Tensor, heads: int) -> Tensor:
+def _in_float_heads(x: Tensor, heads: int) -> Tensor:
     """Convert [batch, length, heads or groups, width] to [batch, heads, length, width] in fp32."""
     return x.transpose(1, 2).float().repeat_interleave(heads // x.shape[2], 1)
 
 
 def _as_given(grad: Tensor, groups: int, like: Tensor) -> Tensor:
-    """Convert the gradient of `_by_head(like)` to the layout and dtype of `like`."""
+    """Convert the gradient of `_in_float_heads(like)` to the layout and dtype of `like`."""
     return grad.unflatten(1, (groups, -1)).sum(2).transpose(1, 2).to(like.dtype).contiguous()
 
 
 _LIBRARY = torch.library.Library("te_transform", "FRAGMENT")
-_REST = "Tensor? ends, int longest, int before, int after, float scale, bool packed"
+_SCHEMA_REST = "Tensor? ends, int longest, int before, int after, float scale, bool packed"
 _LIBRARY.define(
-    f"attend(Tensor query, Tensor key, Tensor value, {_REST}, bool keeps) -> (Tensor, Tensor, Tensor)"
+    f"attend(Tensor query, Tensor key, Tensor value, {_SCHEMA_REST}, bool keeps) -> (Tensor, Tensor, Tensor)"
 )
 _LIBRARY.define(
     "attend_backward(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor out, Tensor sums, "
-    f"Tensor state, {_REST}) -> (Tensor, Tensor, Tensor)"
+    f"Tensor state, {_SCHEMA_REST}) -> (Tensor, Tensor, Tensor)"
 )
 for _function in (attend, attend_backward):
     _LIBRARY.impl(_function.__name__, _function, "CPU")
@@ -121,7 +121,7 @@ registered_ops = torch.ops.te_transform
 
 
 @torch.library.register_fake("te_transform::attend")
-def _attended(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _fake_attended(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     batch, length, heads, _ = query.shape
     out = query.new_empty(batch, length, heads, value.shape[-1])
     if not rest[-1]:
@@ -145,7 +145,7 @@ class Attended(torch.autograd.Function):
         parts, (sinks, *rest) = [part.transpose(1, 2).contiguous() for part in arguments[:3]], arguments[3:]
         out, sums, state = registered_ops.attend(*parts, *rest, True)
         if sinks is not None:
-            out, sums = _beside(sinks, out, sums)
+            out, sums = _add_sinks(sinks, out, sums)
         ctx.save_for_backward(*parts, out, sums, state, rest[0], sinks)
         ctx.rest = rest[1:]
         return out.transpose(1, 2)
@@ -159,7 +159,7 @@ class Attended(torch.autograd.Function):
         return *(part.transpose(1, 2) for part in grads), of_sinks, *(None,) * (len(ctx.rest) + 1)
 
 
-def _beside(sinks: Tensor, out: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
+def _add_sinks(sinks: Tensor, out: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
     """Add a sink to attention `out` [batch, queries, heads, width] and its log-sum-exp `sums` [batch, heads,
     queries, 1].
 
@@ -201,5 +201,5 @@ def attended(
     parts = [part.transpose(1, 2).contiguous() for part in arguments[:3]]
     out, sums, _ = registered_ops.attend(*parts, *arguments[4:], sinks is not None)
     if sinks is not None:
-        out, _ = _beside(sinks, out, sums)
+        out, _ = _add_sinks(sinks, out, sums)
     return out.transpose(1, 2)

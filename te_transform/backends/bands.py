@@ -90,7 +90,7 @@ def kept_keys(mask: Tensor) -> Tensor:
 
 def within_band(band: Band, ends: Tensor | None, queries: int, keys: int, device: torch.device) -> Tensor:
     """Return the band as a boolean mask [batch or 1, 1, queries, keys]."""
-    query, key = _places(queries, keys, device)
+    query, key = _positions(queries, keys, device)
     mask = torch.ones(1, 1, queries, keys, dtype=torch.bool, device=device)
     if band.before is not None:
         mask = mask & (key >= query - band.before)
@@ -120,7 +120,7 @@ def measure(keep: Tensor) -> Tensor:
         integers follow, see _documents().
     """
     queries, keys = keep.shape[-2:]
-    query, key = _places(queries, keys, keep.device)
+    query, key = _positions(queries, keys, keep.device)
     sees, narrow = keep.any(-1, keepdim=True), keep.to(torch.uint8)
     first = narrow.argmax(-1, keepdim=True)
     last = keys - 1 - narrow.flip(-1).argmax(-1, keepdim=True)
@@ -192,6 +192,6 @@ def _lengths(keep: Tensor) -> Tensor:
     return keep.any(-2).sum(-1, dtype=torch.int32).flatten()
 
 
-def _places(queries: int, keys: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def _positions(queries: int, keys: int, device: torch.device) -> tuple[Tensor, Tensor]:
     query, key = (torch.arange(size, dtype=torch.int64, device=device) for size in (queries, keys))
     return query.unsqueeze(-1), key

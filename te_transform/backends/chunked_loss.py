@@ -57,7 +57,7 @@ class ChunkedLoss(FusedOp):
         if transformed() or is_fp8_only(weight):
             logits = ops.linear(x, weight, bias)
             return ops.cross_entropy(logits, targets, ignore_index, reduction, dtype), logits
-        losses = differentiable_twice(_losses, _plainly, (x, weight, bias, targets, ignore_index))
+        losses = differentiable_twice(_chunked_losses, _plainly, (x, weight, bias, targets, ignore_index))
         logits = ops.linear(x, weight, bias) if whole_logits else _withheld(x, weight)
         return reduced(losses, targets != ignore_index, reduction, dtype), logits
 
@@ -66,7 +66,9 @@ def _withheld(x: Tensor, weight: Tensor) -> Tensor:
     return x.new_full((), torch.nan).expand(*x.shape[:-1], len(weight))
 
 
-def _losses(x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, ignore_index: int) -> Tensor:
+def _chunked_losses(
+    x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, ignore_index: int
+) -> Tensor:
     return _Losses.apply(x, weight, bias, targets, ignore_index)
 
 
@@ -89,7 +91,7 @@ class LossPart(NamedTuple):
         return F.linear(rows, self.weight, self.bias)
 
 
-def _parts(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Iterator[LossPart]:
+def _loss_parts(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Iterator[LossPart]:
     words = len(weight)
     columns = max(1, NUMBERS // max(1, len(rows)))
     for start in range(0, words, columns):
@@ -117,7 +119,7 @@ class _Losses(torch.autograd.Function):
         # sum of the first two in one number would round the second away
         top = rows.new_full((len(rows),), -torch.inf, dtype=wide)
         total, own = top.clone(), torch.zeros_like(top)
-        for part in _parts(rows, weight, bias):
+        for part in _loss_parts(rows, weight, bias):
             _gather(part.logits(rows), flat - part.start, top, total, own)
         ctx.save_for_backward(x, weight, bias, flat, top, total)
         ctx.ignore_index = ignore_index
@@ -132,7 +134,7 @@ class _Losses(torch.autograd.Function):
         dx = torch.zeros_like(rows, dtype=wide) if of_x else None
         dw = torch.empty_like(weight) if of_weight else None
         db = torch.empty_like(bias) if of_bias else None
-        for part in _parts(rows, weight, bias):
+        for part in _loss_parts(rows, weight, bias):
             found = part.logits(rows)
             _to_gradient(found, flat - part.start, top, total, each)
             if of_x:
@@ -159,12 +161,14 @@ def _gather(logits: Tensor, column: Tensor, top: Tensor, total: Tensor, own: Ten
         from te_transform.backends import chunked_loss_kernel
 
         return chunked_loss_kernel.gather_logits(logits, column, top, total, own)
-    inside, place = _inside(logits, column)
+    inside, place = _targets_in_part(logits, column)
     own += torch.where(inside, logits.gather(1, place).squeeze(1).to(own.dtype), 0.0)
     largest, less = _top_and_logsumexp(logits, top.dtype)
     before = top.clone()
     torch.maximum(before, largest, out=top)
-    torch.logaddexp(total + _below(before, top), less + _below(largest, top), out=total)
+    torch.logaddexp(
+        total + _difference_to_top(before, top), less + _difference_to_top(largest, top), out=total
+    )
 
 
 def _to_gradient(logits: Tensor, column: Tensor, top: Tensor, total: Tensor, each: Tensor) -> None:
@@ -177,7 +181,7 @@ def _to_gradient(logits: Tensor, column: Tensor, top: Tensor, total: Tensor, eac
         from te_transform.backends import chunked_loss_kernel
 
         return chunked_loss_kernel.to_gradient(logits, column, top, total, each)
-    inside, place = _inside(logits, column)
+    inside, place = _targets_in_part(logits, column)
     found = (logits - top.unsqueeze(1)).sub_(total.unsqueeze(1)).exp_()
     found.scatter_add_(1, place, -inside.to(found.dtype).unsqueeze(1))
     torch.mul(found, each.unsqueeze(1), out=logits)
@@ -187,7 +191,7 @@ def _in_kernel(logits: Tensor, top: Tensor) -> bool:
     return logits.is_cuda and top.dtype is torch.float32 and logits.numel() > 0
 
 
-def _inside(logits: Tensor, column: Tensor) -> tuple[Tensor, Tensor]:
+def _targets_in_part(logits: Tensor, column: Tensor) -> tuple[Tensor, Tensor]:
     """Return which rows have their target in this part, [rows], and the target's column, [rows, 1]."""
     width = logits.shape[1]
     return (column >= 0) & (column < width), column.clamp(0, width - 1).unsqueeze(1)
@@ -200,7 +204,7 @@ def _top_and_logsumexp(logits: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tens
     return top.squeeze(1).to(dtype), torch.where(top.isneginf(), 0.0, -less).squeeze(1)
 
 
-def _below(largest: Tensor, top: Tensor) -> Tensor:
+def _difference_to_top(largest: Tensor, top: Tensor) -> Tensor:
     """Return `largest` - `top`, given that `top` is not smaller, and -inf if both are -inf."""
     return largest - torch.where(top.isneginf(), 0.0, top)
 

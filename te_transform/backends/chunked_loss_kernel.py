@@ -11,7 +11,7 @@ MOST_COLUMNS = 4096  # the maximum number of columns in one block
 
 
 @triton.jit
-def _below(largest, top):
+def _difference_in_kernel(largest, top):
     """Return `largest` - `top`, given that `top` is not smaller, and -inf if both are -inf."""
     return largest - tl.where(top == float("-inf"), 0.0, top)
 
@@ -19,7 +19,9 @@ def _below(largest, top):
 @triton.jit
 def _logaddexp(x, y):
     larger = tl.maximum(x, y)
-    return larger + tl.log(tl.exp(_below(x, larger)) + tl.exp(_below(y, larger)))
+    return larger + tl.log(
+        tl.exp(_difference_in_kernel(x, larger)) + tl.exp(_difference_in_kernel(y, larger))
+    )
 
 
 @triton.jit
@@ -31,9 +33,12 @@ def _gather_rows(logits, column, top, total, own, width, COLUMNS: tl.constexpr):
         columns = first + tl.arange(0, COLUMNS)
         read = tl.load(line + columns, mask=columns < width, other=float("-inf")).to(tl.float32)
         here = tl.max(read, axis=0)
-        summed = tl.sum(tl.exp(_below(read, here)), axis=0)
+        summed = tl.sum(tl.exp(_difference_in_kernel(read, here)), axis=0)
         higher = tl.maximum(largest, here)
-        less = _logaddexp(less + _below(largest, higher), tl.log(summed) + _below(here, higher))
+        less = _logaddexp(
+            less + _difference_in_kernel(largest, higher),
+            tl.log(summed) + _difference_in_kernel(here, higher),
+        )
         largest = higher
     tl.store(top + row, largest)
     tl.store(total + row, less)
@@ -44,7 +49,7 @@ def _gather_rows(logits, column, top, total, own, width, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def _gradients_of_rows(logits, column, top, total, each, width, COLUMNS: tl.constexpr):
+def _loss_gradients(logits, column, top, total, each, width, COLUMNS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     at, inside = logits + row * width + columns, columns < width
@@ -68,4 +73,4 @@ def to_gradient(logits: Tensor, column: Tensor, top: Tensor, total: Tensor, each
     with torch.cuda.device(logits.device):
         columns = min(MOST_COLUMNS, triton.next_power_of_2(width))
         grid = rows, triton.cdiv(width, columns)
-        _gradients_of_rows[grid](logits, column, top, total, each, width, COLUMNS=columns, num_warps=8)
+        _loss_gradients[grid](logits, column, top, total, each, width, COLUMNS=columns, num_warps=8)

@@ -38,7 +38,7 @@ class DotProductAttention(plain.DotProductAttention):
             if numbers is None:
                 return super().attend(query, key, value, None, *rest)
             # with a mask, cuDNN's kernels support grouped-query attention, unlike PyTorch's other kernels
-            return self._attend(query, key, value, _added(numbers, query.dtype), rest)
+            return self._attend(query, key, value, _aligned_mask(numbers, query.dtype), rest)
 
     def _without(self, mask: plain.Given) -> str | None:
         """Return why cuDNN's kernels would be wrong with this mask, or None."""
@@ -47,7 +47,7 @@ class DotProductAttention(plain.DotProductAttention):
         return None
 
 
-def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
+def _aligned_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the mask as numbers that cuDNN adds to the scores, with rows aligned to 16 bytes.
 
     PyTorch fills the False entries of a boolean mask with a finite number. A fully masked row then gets a

@@ -44,7 +44,7 @@ def differentiable_twice(
     tensors = [arguments[place] for place in places]
     if not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)):
         return kernel(*arguments)
-    call = _Call(plain, arguments, places, linear)
+    call = _PlainCall(plain, arguments, places, linear)
     out = kernel(*call.arguments_with(_Gate.apply(call, *tensors)))
     backward = _backward_of(out)
     if isinstance(backward, BackwardCFunction):
@@ -97,7 +97,7 @@ def _replace_other_backwards(
     node.apply = apply
 
 
-class _Call:
+class _PlainCall:
     """The arguments of a call other than its tensors, which autograd saves, for the plain version."""
 
     def __init__(
@@ -153,7 +153,7 @@ class _Gate(torch.autograd.Function):
     """The identity between a call's tensors and the kernel, whose backward may compute other gradients."""
 
     @staticmethod
-    def forward(ctx: Any, call: _Call, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, call: _PlainCall, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.call, ctx.trained = call, [tensor.requires_grad for tensor in tensors]
         ctx.save_for_backward(*tensors[call.linear :])
         ctx.first = tensors[0].shape, tensors[0].dtype, tensors[0].device

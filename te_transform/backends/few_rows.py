@@ -47,5 +47,5 @@ op = torch.ops.te_transform.few_rows_linear.default
 
 
 @torch.library.register_fake("te_transform::few_rows_linear")
-def _made(x: Tensor, held: Tensor, inverse: Tensor, bias: Tensor | None) -> Tensor:
+def _fake_result(x: Tensor, held: Tensor, inverse: Tensor, bias: Tensor | None) -> Tensor:
     return x.new_empty(len(x), len(held))

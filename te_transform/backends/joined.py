@@ -85,16 +85,16 @@ class Origin:
     reads: list[bool] = field(default_factory=list)
 
 
-_LAYOUTS: TensorRegistry[MemoryLayout] = TensorRegistry()
+_MEMORY_LAYOUTS: TensorRegistry[MemoryLayout] = TensorRegistry()
 _ORIGINS: TensorRegistry[Origin] = TensorRegistry()
 
 
 def _layout_of(parameter: Tensor) -> MemoryLayout:
-    return _LAYOUTS.get(parameter) or _LAYOUTS.set(parameter, MemoryLayout())
+    return _MEMORY_LAYOUTS.get(parameter) or _MEMORY_LAYOUTS.set(parameter, MemoryLayout())
 
 
 def _group_of(parameter: Tensor) -> Group | None:
-    layout = _LAYOUTS.get(parameter)
+    layout = _MEMORY_LAYOUTS.get(parameter)
     return None if layout is None else layout.group
 
 
@@ -180,11 +180,11 @@ class Join(GraphOp):
         The gradient of a part is a slice of the result's gradient.
         """
         parameters = tuple(part for part in parts if isinstance(part, Tensor))
-        has_zeros, held = len(parameters) < len(parts), tuple(map(_held, parameters))
+        has_zeros, held = len(parameters) < len(parts), tuple(map(_local_parameter, parameters))
         if None in held or transformed():
             # DTensors, tensors of a function transform and torch.func's replacements; and FP8-only weights,
             # which are adjacent in their own way
-            whole = None if has_zeros else _whole(parameters)
+            whole = None if has_zeros else _joined_fp8_only(parameters)
             if whole is None:
                 return ops.join(*parts)
             whole.rows = parameters
@@ -195,7 +195,7 @@ class Join(GraphOp):
                 self._note(parameters, held)
             buffer = ops.join(*(part.detach() if isinstance(part, Tensor) else part for part in parts))
         if torch.is_grad_enabled() and any(parameter.requires_grad for parameter in parameters):
-            return _joined(buffer, Origin(parameters=held, parts=parts))
+            return _join_buffer(buffer, Origin(parameters=held, parts=parts))
         joined = buffer.detach()
         _ORIGINS.set(joined, Origin(parameters=held))
         return joined
@@ -209,13 +209,13 @@ class Join(GraphOp):
             self.scattered.append(tuple(map(weakref.ref, held)))
 
 
-def _joined(buffer: Tensor, origin: Origin) -> Tensor:
+def _join_buffer(buffer: Tensor, origin: Origin) -> Tensor:
     joined = _Joined.apply(buffer, origin, *origin.parts)
     _ORIGINS.set(joined, origin)
     return joined
 
 
-def _whole(parameters: Sequence[Tensor]) -> fp8_only.FP8Only | None:
+def _joined_fp8_only(parameters: Sequence[Tensor]) -> fp8_only.FP8Only | None:
     """Return the tensor whose rows these FP8-only parameters are, or None.
 
     Copies lie apart at first, because module.to() and pickle copy one parameter at a time.
@@ -232,7 +232,7 @@ def _whole(parameters: Sequence[Tensor]) -> fp8_only.FP8Only | None:
     return fp8_only.join_copies(parameters)
 
 
-def _held(part: Tensor) -> Tensor | None:
+def _local_parameter(part: Tensor) -> Tensor | None:
     """Return the local tensor of the parameter that a part is or stands for, or None."""
     if type(part) is nn.Parameter:
         return part
@@ -247,7 +247,7 @@ def joined_anew(weight: Any) -> Any:
     get their gradients as long after the gradient of the product.
     """
     origin = _ORIGINS.get(weight) if isinstance(weight, Tensor) else None
-    return weight if origin is None or not origin.parts else _joined(weight.detach(), origin)
+    return weight if origin is None or not origin.parts else _join_buffer(weight.detach(), origin)
 
 
 def copy_origin(tensor: Tensor, other: Tensor) -> None:
@@ -298,7 +298,7 @@ class _Split(torch.autograd.Function):
         return whole, None, None
 
 
-def _cat(parts: list[Tensor]) -> Tensor:
+def _cat_columns(parts: list[Tensor]) -> Tensor:
     return torch.cat(parts, -1)
 
 
@@ -306,8 +306,8 @@ def _cat(parts: list[Tensor]) -> Tensor:
 # for each element: 0.66 ms per layer of an 8B model on an H100. It cannot look into this operation.
 _LIBRARY = torch.library.Library("te_transform", "FRAGMENT")
 _LIBRARY.define("cat(Tensor[] parts) -> Tensor")
-_LIBRARY.impl("cat", _cat, "CompositeExplicitAutograd")
-torch.library.register_fake("te_transform::cat", _cat, lib=_LIBRARY)
+_LIBRARY.impl("cat", _cat_columns, "CompositeExplicitAutograd")
+torch.library.register_fake("te_transform::cat", _cat_columns, lib=_LIBRARY)
 
 
 class _Joined(torch.autograd.Function):

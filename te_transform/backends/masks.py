@@ -68,7 +68,7 @@ class MaskOp(GraphOp):
         self.make, self.stored, self.beside_sinks = make, tuple(stored), beside_sinks
         self._answers: dict[tuple, Answer] = {}
         # pieces of a forward that are captured separately often compute the same mask
-        alike = beside_sinks, _operations(make.graph)
+        alike = beside_sinks, _graph_text(make.graph)
         self._looked = WeakIdKeyDictionary() if any(stored) else _LOOKED[alike]
         self._last: tuple[list[Tensor], Answer] | None = None  # the last mask from CPU tensors of the model
 
@@ -86,7 +86,7 @@ class MaskOp(GraphOp):
         if any(stored and _is_on_cpu(each) for each, stored in zip(arguments, self.stored, strict=True)):
             return self._compared(arguments)
         # None marks the position of data: another mask with the same operations may have data elsewhere
-        keys = tuple(_key(*each) for each in zip(arguments, self.stored, strict=True))
+        keys = tuple(_argument_key(*each) for each in zip(arguments, self.stored, strict=True))
         data = [argument for argument, key in zip(arguments, keys, strict=True) if key is None]
         alone = len(data) == 1 and not data[0].is_inference()
         known = self._looked.get(data[0]) if alone else None
@@ -153,7 +153,7 @@ def _classified(mask: Tensor, answer: Answer) -> Tensor | Banded | Seeing:
     return mask if answer is None else banded(mask, answer)
 
 
-def _key(argument: Any, stored: bool) -> tuple | None:
+def _argument_key(argument: Any, stored: bool) -> tuple | None:
     """Return the cache key of an argument, or None for data, whose values must be evaluated."""
     if not isinstance(argument, Tensor):
         return (argument,)
@@ -164,7 +164,7 @@ def _is_on_cpu(argument: Any) -> bool:
     return isinstance(argument, Tensor) and argument.device.type == "cpu"
 
 
-def _operations(graph: fx.Graph) -> str:
+def _graph_text(graph: fx.Graph) -> str:
     """Return the operations of a graph as text that does not depend on the names of nodes."""
     numbers = {node: number for number, node in enumerate(graph.nodes)}
     lines = (

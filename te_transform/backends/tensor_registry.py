@@ -24,7 +24,7 @@ class TensorRegistry(Generic[Record]):
     def get(self, tensor: Tensor) -> Record | None:
         """Return the record of the tensor, or None."""
         entry = self._records.get(id(tensor))
-        if entry is None and type(tensor) not in _PLAIN:
+        if entry is None and type(tensor) not in _PLAIN_TENSOR_TYPES:
             tensor = _keyed_by(tensor)
             entry = self._records.get(id(tensor))
         return None if entry is None or entry[0]() is not tensor else entry[1]
@@ -50,9 +50,9 @@ def _keyed_by(tensor: Tensor) -> Tensor:
 
     nn.Module.to() swaps wrappers, and torch.utils.swap_tensors() refuses tensors with weak references.
     """
-    while type(tensor) not in _PLAIN and is_traceable_wrapper_subclass(tensor):
+    while type(tensor) not in _PLAIN_TENSOR_TYPES and is_traceable_wrapper_subclass(tensor):
         tensor = getattr(tensor, tensor.__tensor_flatten__()[0][0])
     return tensor
 
 
-_PLAIN = (torch.Tensor, nn.Parameter)
+_PLAIN_TENSOR_TYPES = (torch.Tensor, nn.Parameter)

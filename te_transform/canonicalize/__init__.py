@@ -37,7 +37,7 @@ from te_transform.graph import edit, nodes
 
 __all__ = ["canonicalize", "written"]
 
-_SPELLINGS = (
+_FIRST_SPELLINGS = (
     LINEARS, BIASES, FLATTENED, NORM_SPELLINGS, TURNED, ACTIVATION_SPELLINGS, ROTARY, WIDE_ROTARY, ATTENTION,
     GROUPED_QUERIES, LOSSES,
 )  # fmt: skip
@@ -82,7 +82,7 @@ def canonicalize(graph: fx.Graph, forms: Sequence[Forms] = ()) -> fx.Graph:
     join_parts(canonical)
     write(canonical, SOFTMAXES)
     drop_score_transposes(canonical)
-    for spellings in _SPELLINGS:
+    for spellings in _FIRST_SPELLINGS:
         write(canonical, spellings)
     take_angles(canonical)
     share_angles(canonical)  # of each layer's rotations

@@ -51,20 +51,22 @@ def _scaled(inner: Pattern, name: str) -> Pattern:
     )
 
 
-def _turned(inner: Pattern) -> Pattern:
+def _transposed(inner: Pattern) -> Pattern:
     return Call(torch.transpose, inner, -2, -1)
 
 
-def _operand(name: str) -> Pattern:
+def _score_operand(name: str) -> Pattern:
     """Return the pattern of a query or a key, possibly cast to fp32: the op computes fp32 scores anyway."""
     return Maybe(ops.cast, _tensor(name))
 
 
 _KEY = OneOf(
-    _turned(_scaled(_operand("key"), "key")), _scaled(_turned(_operand("key")), "key"), _operand("turned_key")
+    _transposed(_scaled(_score_operand("key"), "key")),
+    _scaled(_transposed(_score_operand("key")), "key"),
+    _score_operand("turned_key"),
 )
 PRODUCTS = (torch.matmul, torch.bmm)
-_SCORES = Call(PRODUCTS, _scaled(_operand("query"), "query"), _KEY, role="scores")
+_SCORES = Call(PRODUCTS, _scaled(_score_operand("query"), "query"), _KEY, role="scores")
 _SCALED = _within(_scaled(_SCORES, "scores"))
 _BIASED = OneOf(_within(Call(torch.add, _SCALED, _tensor("bias"), role="biased", commute=True)), _SCALED)
 _FILLED = OneOf(
@@ -80,19 +82,19 @@ _MASKED = OneOf(
 )
 
 
-def _softmax(scores: Pattern) -> Pattern:
+def _softmax_of(scores: Pattern) -> Pattern:
     return Call(torch.softmax, _within(scores), -1, Var("softmax_dtype"), role="softmax")
 
 
 # A sink is an extra score per head. It takes part in the softmax, and its probability is dropped.
 _JOINED = Call(torch.cat, Each(_within(_MASKED), _tensor("sinks")), -1, role="joined")
-_OF_ALL = _within(_softmax(_JOINED))
+_OF_ALL = _within(_softmax_of(_JOINED))
 _OF_KEYS = OneOf(
     Call(ops.columns, _OF_ALL, 0, role="of_keys"), Call(operator.getitem, _OF_ALL, role="of_keys")
 )
-_WEIGHTS = _within(OneOf(_softmax(_scaled(_within(_MASKED), "masked")), _OF_KEYS))
-_DROPPED = OneOf(_within(Call(ops.dropout, _WEIGHTS, Var("dropout_p"), True)), _WEIGHTS)
-_PRODUCT = Call(PRODUCTS, _DROPPED, _tensor("value"), role="product")
+_WEIGHTS = _within(OneOf(_softmax_of(_scaled(_within(_MASKED), "masked")), _OF_KEYS))
+_DROPPED_WEIGHTS = OneOf(_within(Call(ops.dropout, _WEIGHTS, Var("dropout_p"), True)), _WEIGHTS)
+_PRODUCT = Call(PRODUCTS, _DROPPED_WEIGHTS, _tensor("value"), role="product")
 # The keys' share of the probability, 1 - p(sink), may also be multiplied in after the product.
 _SHARE = Call(
     ops.sigmoid, _within(Call(torch.sub, Call(torch.logsumexp, Var("summed"), -1), _tensor("sinks")))
@@ -104,24 +106,24 @@ _OF_SHARE = Call(torch.mul, _PRODUCT, _within(Call(torch.unsqueeze, _within(_SHA
 _BATCHES, _HEADS = 0, 1  # the first of the two adjacent dimensions to merge
 
 
-def _attention(graph: fx.Graph, match: Match) -> tuple[Callable, tuple] | None:
+def _fused_attention(graph: fx.Graph, match: Match) -> tuple[Callable, tuple] | None:
     found, root = match.bound, match.root
     first, last = (match.nodes.index(found[name]) for name in ("product", "scores"))
     weights = match.nodes[first + 1 : last + 1]  # from the last product to the first
     if not _is_attention(match, weights) or not _sums_the_same(found):
         return None
     lift = _Lift(graph, match, weights)
-    if lift.merged is not None and not _can_be_merged(found, lift.merged):
+    if lift.merged is not None and not _dims_can_be_merged(found, lift.merged):
         return None
     query, value = lift(found["query"]), lift(found["value"])
-    sinks = _by_head(found, query)
+    sinks = _unexpanded_sinks(found, query)
     if sinks is None and "sinks" in found:
         return None
     key = lift(found["key"]) if "key" in found else lift.turn(lift(found["turned_key"]))
     grouped = lift.merged == _HEADS
     if not grouped and not _heads_agree(query, key, value):
         return None
-    masks = _mask(lift, query, found)
+    masks = _query_and_mask(lift, query, found)
     if masks is None:
         return None
     query, mask, *filled = masks
@@ -147,7 +149,7 @@ def _is_attention(match: Match, weights: tuple[fx.Node, ...]) -> bool:
     """
     root, scores, query = match.root, match.bound["scores"], match.bound["query"]
     operands = [match.bound[name] for name in ("query", "key", "turned_key", "value") if name in match.bound]
-    with_sinks = _between(weights, match.bound.get("of_keys"), match.bound.get("joined"))
+    with_sinks = _sink_columns(weights, match.bound.get("of_keys"), match.bound.get("joined"))
     shapes = [shape_of(node) for node in weights if node not in with_sinks]
     ranks = {len(shape): shape for shape in shapes}  # [batch * heads, ..] or [batch, heads, ..]
     return (
@@ -166,7 +168,9 @@ def _is_attention(match: Match, weights: tuple[fx.Node, ...]) -> bool:
     )
 
 
-def _between(weights: tuple[fx.Node, ...], after: fx.Node | None, until: fx.Node | None) -> Sequence[fx.Node]:
+def _sink_columns(
+    weights: tuple[fx.Node, ...], after: fx.Node | None, until: fx.Node | None
+) -> Sequence[fx.Node]:
     """Return the weights with a column for the sink: the nodes following `after`, up to `until`."""
     return () if after is None else weights[weights.index(after) + 1 : weights.index(until) + 1]
 
@@ -176,7 +180,7 @@ def _sums_the_same(found: dict[str, Any]) -> bool:
     return "summed" not in found or found["softmax"].args[0] is found["summed"]
 
 
-def _by_head(found: dict[str, Any], query: fx.Node) -> fx.Node | None:
+def _unexpanded_sinks(found: dict[str, Any], query: fx.Node) -> fx.Node | None:
     """Return the sinks before they were expanded, or None if the op cannot take them.
 
     The op takes one number for each head of [batch, heads, queries, keys], and drops only the sink's column
@@ -222,7 +226,7 @@ def _merged(found: dict[str, Any]) -> int | None:
     return _HEADS if same_shape(key[2:3], (1,)) and not same_shape(query[2:3], (1,)) else _BATCHES
 
 
-def _can_be_merged(found: dict[str, Any], at: int) -> bool:
+def _dims_can_be_merged(found: dict[str, Any], at: int) -> bool:
     """Return True if the dimensions `at` and `at` + 1 can be merged in all operands and masks.
 
     Merging is refused for keys and values that the forward was given if the original's backward reads their
@@ -299,7 +303,7 @@ class _Lift:
         return x.args[0] if negated else self.insert(torch.logical_not, (x,), like=x)
 
 
-def _mask(lift: _Lift, query: fx.Node, found: dict[str, Any]) -> tuple | None:
+def _query_and_mask(lift: _Lift, query: fx.Node, found: dict[str, Any]) -> tuple | None:
     """Return the query and mask for the op, or None if the op has no such mask.
 
     If scores were filled, the tuple may also have the fill and the hidden keys.
@@ -311,7 +315,7 @@ def _mask(lift: _Lift, query: fx.Node, found: dict[str, Any]) -> tuple | None:
     if "fill" in found:
         if "sinks" in found:  # a fully hidden row would give its whole probability to the sink
             return None
-        fill, condition = _constant(found["fill"]), found.get("hidden", found.get("kept"))
+        fill, condition = _fill_value(found["fill"]), found.get("hidden", found.get("kept"))
         least = ABSORBS if "later" in found else HIDES
         # a scalar condition has no rows to hide
         hides = dtype_of(condition) is torch.bool and len(shape_of(condition)) > 0
@@ -358,7 +362,7 @@ def _filled_and_added(
     return query, mask, None, hidden
 
 
-def _constant(fill: Any) -> float | None:
+def _fill_value(fill: Any) -> float | None:
     """Return the number that scores are filled with, or None if the fill is not a constant.
 
     Models may wrap the number in a tensor of the scores' dtype. A tensor with other readers is not accepted,
@@ -372,4 +376,4 @@ def _constant(fill: Any) -> float | None:
     return float(fill) if is_number(fill) else None
 
 
-ATTENTION = (Spelling(_OF_SHARE, _attention), Spelling(_PRODUCT, _attention))
+ATTENTION = (Spelling(_OF_SHARE, _fused_attention), Spelling(_PRODUCT, _fused_attention))

@@ -16,7 +16,7 @@ from te_transform.graph import edit
 from te_transform.graph.nodes import dtype_of, is_tensor_node, shape_of
 
 _SIGNATURE = inspect.signature(F.multi_head_attention_forward)
-_Call = Callable[..., fx.Node]
+_Insert = Callable[..., fx.Node]
 
 
 def inline_composites(graph: fx.Graph) -> None:
@@ -26,16 +26,16 @@ def inline_composites(graph: fx.Graph) -> None:
     Results and random numbers stay the same.
     """
     for node in list(graph.nodes):
-        if node.target is F.multi_head_attention_forward and _is_plain(node):
+        if node.target is F.multi_head_attention_forward and _can_be_inlined(node):
             bound = _SIGNATURE.bind(*node.args, **node.kwargs)
             bound.apply_defaults()
-            parts = _attention(edit.calls_before(graph, node), SimpleNamespace(**bound.arguments))
+            parts = _multihead_attention(edit.calls_before(graph, node), SimpleNamespace(**bound.arguments))
             for user in list(node.users):
                 edit.replace_uses(user, parts[user.args[1]])
             edit.erase_unread(graph, [*node.users, node])
 
 
-def _is_plain(node: fx.Node) -> bool:
+def _can_be_inlined(node: fx.Node) -> bool:
     """Return True if the call can be inlined: batched, no rows added to keys, no static keys or values."""
     bound = _SIGNATURE.bind(*node.args, **node.kwargs)
     bound.apply_defaults()
@@ -50,34 +50,37 @@ def _is_plain(node: fx.Node) -> bool:
     )
 
 
-def _attention(call: _Call, given: SimpleNamespace) -> tuple[fx.Node, fx.Node | None]:
-    heads = [_heads(call, x, given.num_heads) for x in _projected(call, given)]
+def _multihead_attention(call: _Insert, given: SimpleNamespace) -> tuple[fx.Node, fx.Node | None]:
+    heads = [_split_heads(call, x, given.num_heads) for x in _projected(call, given)]
     dropout_p = given.dropout_p if given.training else 0.0
     if given.need_weights:
         output, weights = _weighted(call, given, heads, dropout_p)
     else:
-        mask, causal = _mask(call, given)
+        mask, causal = _combined_mask(call, given)
         weights, arguments = None, (*heads, mask, dropout_p, causal)
         output = call(F.scaled_dot_product_attention, *arguments, like=heads[0])
     output = call(torch.flatten, call(torch.permute, output, (2, 0, 1, 3)), -2)
     return call(F.linear, output, given.out_proj_weight, given.out_proj_bias), weights
 
 
-def _projected(call: _Call, given: SimpleNamespace) -> list[fx.Node]:
+def _projected(call: _Insert, given: SimpleNamespace) -> list[fx.Node]:
     """Return query, key and value, [length, batch, width] each, from as few products as possible."""
     inputs, bias = (given.query, given.key, given.value), given.in_proj_bias
     if given.use_separate_proj_weight:
         weights = [given.q_proj_weight, given.k_proj_weight, given.v_proj_weight]
-        return [call(F.linear, *x) for x in zip(inputs, weights, _parts(call, bias, (1, 1, 1)), strict=True)]
+        return [
+            call(F.linear, *x)
+            for x in zip(inputs, weights, _split_projection(call, bias, (1, 1, 1)), strict=True)
+        ]
     counts = (1, 1, 1)
     if given.key is given.value:
         inputs, counts = (inputs[:1], (3,)) if given.query is given.key else (inputs[:2], (1, 2))
-    weights, biases = (_parts(call, part, counts) for part in (given.in_proj_weight, bias))
+    weights, biases = (_split_projection(call, part, counts) for part in (given.in_proj_weight, bias))
     products = [call(F.linear, *x) for x in zip(inputs, weights, biases, strict=True)]
-    return [part for x, count in zip(products, counts, strict=True) for part in _columns(call, x, count)]
+    return [part for x, count in zip(products, counts, strict=True) for part in _chunks(call, x, count)]
 
 
-def _parts(call: _Call, joined: fx.Node | None, counts: tuple[int, ...]) -> list[fx.Node | None]:
+def _split_projection(call: _Insert, joined: fx.Node | None, counts: tuple[int, ...]) -> list[fx.Node | None]:
     if joined is None or len(counts) == 1:
         return [joined] * len(counts)
     rows = shape_of(joined)[0] // sum(counts)
@@ -88,31 +91,31 @@ def _parts(call: _Call, joined: fx.Node | None, counts: tuple[int, ...]) -> list
     return [call(operator.getitem, parts, i) for i in range(len(counts))]
 
 
-def _columns(call: _Call, x: fx.Node, count: int) -> list[fx.Node]:
+def _chunks(call: _Insert, x: fx.Node, count: int) -> list[fx.Node]:
     if count == 1:
         return [x]
     pieces = call(torch.chunk, x, count, -1)
     return [call(operator.getitem, pieces, i) for i in range(count)]
 
 
-def _heads(call: _Call, x: fx.Node, heads: int) -> fx.Node:
+def _split_heads(call: _Insert, x: fx.Node, heads: int) -> fx.Node:
     """Reshape [length, batch, width] to [batch, heads, length, width of a head]."""
     return call(torch.permute, call(torch.unflatten, x, -1, (heads, -1)), (1, 2, 0, 3))
 
 
-def _added(call: _Call, mask: fx.Node | None, query: fx.Node) -> fx.Node | None:
+def _additive(call: _Insert, mask: fx.Node | None, query: fx.Node) -> fx.Node | None:
     """Return an additive mask for a boolean mask (True hides); return an additive mask as it is."""
     if mask is None or dtype_of(mask) is not torch.bool:
         return mask
     return call(torch.masked_fill, call(torch.zeros_like, mask, dtype=dtype_of(query)), mask, -math.inf)
 
 
-def _mask(call: _Call, given: SimpleNamespace) -> tuple[fx.Node | None, bool]:
+def _combined_mask(call: _Insert, given: SimpleNamespace) -> tuple[fx.Node | None, bool]:
     """Return the mask over [batch, heads, queries, keys], and True if the causal flag replaces it."""
-    padding = _added(call, given.key_padding_mask, given.query)
+    padding = _additive(call, given.key_padding_mask, given.query)
     if given.is_causal and padding is None and not given.need_weights:
         return None, True
-    mask = _added(call, given.attn_mask, given.query)
+    mask = _additive(call, given.attn_mask, given.query)
     if mask is not None and len(shape_of(mask)) == 3:
         mask = call(torch.unflatten, mask, 0, (-1, given.num_heads))
     if padding is None:
@@ -122,10 +125,10 @@ def _mask(call: _Call, given: SimpleNamespace) -> tuple[fx.Node | None, bool]:
 
 
 def _weighted(
-    call: _Call, given: SimpleNamespace, heads: list[fx.Node], dropout_p: float
+    call: _Insert, given: SimpleNamespace, heads: list[fx.Node], dropout_p: float
 ) -> tuple[fx.Node, fx.Node]:
     """Return the output and the attention weights, by batched products over batch * heads as in PyTorch."""
-    mask, _ = _mask(call, given)
+    mask, _ = _combined_mask(call, given)
     query, key, value = (call(torch.flatten, x, 0, 1) for x in heads)
     query = call(torch.mul, query, math.sqrt(1.0 / float(shape_of(query)[-1])))
     key = call(torch.transpose, key, -2, -1)
@@ -141,7 +144,7 @@ def _weighted(
     return output, call(torch.mean, weights, dim=1) if given.average_attn_weights else weights
 
 
-def _over_heads(call: _Call, mask: fx.Node, query: fx.Node) -> fx.Node:
+def _over_heads(call: _Insert, mask: fx.Node, query: fx.Node) -> fx.Node:
     """Expand the mask to [batch * heads, queries, keys]; a two-dimensional mask stays."""
     if len(shape_of(mask)) == 2:
         return mask

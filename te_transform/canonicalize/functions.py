@@ -13,9 +13,11 @@ from te_transform.graph import edit, ops
 from te_transform.graph.nodes import is_tensor_node
 
 _APPLY = torch.ops.higher_order.autograd_function_apply
-_LARGE = torch.logspace(1, 4, 13, dtype=torch.float64, device="cpu")
-_SAMPLES = torch.cat((-_LARGE.flip(0), torch.linspace(-6, 6, 97, dtype=torch.float64, device="cpu"), _LARGE))
-_GRADIENTS = torch.linspace(1, 2, len(_SAMPLES), dtype=torch.float64, device="cpu")
+_LARGE_INPUTS = torch.logspace(1, 4, 13, dtype=torch.float64, device="cpu")
+_SAMPLE_INPUTS = torch.cat(
+    (-_LARGE_INPUTS.flip(0), torch.linspace(-6, 6, 97, dtype=torch.float64, device="cpu"), _LARGE_INPUTS)
+)
+_GRADIENTS = torch.linspace(1, 2, len(_SAMPLE_INPUTS), dtype=torch.float64, device="cpu")
 _SCALES = (1.0, 1e-30, -1e30)  # these reveal a backward that rounds or clips its gradient
 _CLOSE = 1e-5  # such functions write their constants with seven digits
 
@@ -29,8 +31,8 @@ def spell_functions(
             continue  # only output 0 may be read: PyTorch 2.11 also returns what the forward saves
         (forward, backward), values = (getattr(owner, body.target) for body in node.args[:2]), node.args[2:]
         tensors = [value for value in values if is_tensor_node(value)]  # without symbolic sizes
-        op = _activation(canonicalize(forward.graph)) if len(tensors) == 1 else None
-        samples = [_SAMPLES if value in tensors else 1 for value in values]
+        op = _first_activation(canonicalize(forward.graph)) if len(tensors) == 1 else None
+        samples = [_SAMPLE_INPUTS if value in tensors else 1 for value in values]
         if op is not None and _is_gradient(op, forward, backward, samples):
             for user in list(node.users):
                 user.meta["spelled"] = edit.spelled((user, node))
@@ -44,7 +46,7 @@ def write_to_what_they_are_given(captured: fx.GraphModule) -> bool:
     return any(node.op == "placeholder" for body in bodies for node in inplace.written(body))
 
 
-def _activation(body: fx.Graph) -> Callable | None:
+def _first_activation(body: fx.Graph) -> Callable | None:
     """Return the activation that a forward of one tensor returns first, or None.
 
     The forward also returns the tensors that it saves for the backward.
@@ -57,10 +59,10 @@ def _activation(body: fx.Graph) -> Callable | None:
 def _is_gradient(op: Callable, forward: nn.Module, backward: nn.Module, samples: list) -> bool:
     """Return True if the backward computes the activation's gradient, for incoming gradients of any scale."""
     with unset_fake_temporarily(), torch.inference_mode(False), torch.enable_grad():
-        x = _SAMPLES.clone().requires_grad_()
+        x = _SAMPLE_INPUTS.clone().requires_grad_()
         (expected,) = torch.autograd.grad(op(x), x, _GRADIENTS)
         try:
-            found = [_gradient(forward, backward, samples, scale) for scale in _SCALES]
+            found = [_scaled_gradient(forward, backward, samples, scale) for scale in _SCALES]
         except Exception:  # the function does not accept samples of this shape and dtype
             return False
     return all(
@@ -68,7 +70,7 @@ def _is_gradient(op: Callable, forward: nn.Module, backward: nn.Module, samples:
     )
 
 
-def _gradient(forward: nn.Module, backward: nn.Module, samples: list, scale: float) -> Tensor | None:
+def _scaled_gradient(forward: nn.Module, backward: nn.Module, samples: list, scale: float) -> Tensor | None:
     """Run the backward on a scaled incoming gradient; return the tensor's gradient without the scale."""
     (_, *unread), saved = forward(*samples)
     gradients = backward(_GRADIENTS * scale, *map(torch.zeros_like, unread), *saved)

@@ -62,13 +62,18 @@ def compute_new_results(graph: fx.Graph) -> None:
     storage = storage_of(graph)
     for node in graph.nodes:
         new = _NEW_RESULT.get(node.target)
-        if new is None or not _keeps_dtype(node) or _is_seen(node, storage) or _may_be_saved(node, storage):
+        if (
+            new is None
+            or not _write_keeps_dtype(node)
+            or _is_seen(node, storage)
+            or _may_be_saved(node, storage)
+        ):
             continue
         if _is_read_before(node, storage):
             edit.set_target(node, new, node.args, dict(node.kwargs))
 
 
-def _keeps_dtype(write: fx.Node) -> bool:
+def _write_keeps_dtype(write: fx.Node) -> bool:
     """Return True if arithmetic with a new result has the dtype of the in-place target."""
     if not write.args or not nodes.is_tensor_node(write.args[0]):
         return False
@@ -169,14 +174,14 @@ def storage_of(graph: fx.Graph) -> Storage:
     storage: Storage = {}
     first: dict[int, frozenset[fx.Node]] = {}  # memory -> the owners of the first node with it
     for node in graph.nodes:
-        sources = [source for source in _sources(node) if nodes.size_of(source) is None]
+        sources = [source for source in _memory_sources(node) if nodes.size_of(source) is None]
         storage[node] = frozenset().union(*(storage[source] for source in sources)) or frozenset((node,))
         if nodes.is_tensor_node(node):
             storage[node] |= first.setdefault(nodes.memory_of(node), storage[node])
     return storage
 
 
-def _sources(node: fx.Node) -> list[fx.Node]:
+def _memory_sources(node: fx.Node) -> list[fx.Node]:
     if node.op in ("placeholder", "get_attr", "output") or nodes.size_of(node) is not None:
         return []
     if nodes.writes(node):

@@ -37,11 +37,11 @@ def _is_matrix(value: Any) -> bool:
     return is_tensor_node(value) and len(shape_of(value)) == 2
 
 
-def _linear(graph: fx.Graph, match: Match) -> tuple:
+def _plain_linear(graph: fx.Graph, match: Match) -> tuple:
     return ops.linear, (match.bound["x"], match.bound["weight"], match.bound["bias"])
 
 
-def _product(graph: fx.Graph, match: Match) -> tuple | None:
+def _matmul_as_linear(graph: fx.Graph, match: Match) -> tuple | None:
     """Return the linear for x W + b: W is [in, out], and the bias must be one number per column."""
     x, weight, bias = (match.bound.get(name) for name in ("x", "weight", "bias"))
     if bias is not None and not same_shape(shape_of(bias), shape_of(weight)[1:]):
@@ -52,7 +52,7 @@ def _product(graph: fx.Graph, match: Match) -> tuple | None:
     return ops.linear, (x, turned, bias)
 
 
-def _biased(graph: fx.Graph, match: Match) -> tuple | None:
+def _add_bias(graph: fx.Graph, match: Match) -> tuple | None:
     linear, bias = match.bound["linear"], match.bound["bias"]
     x, weight, _ = linear.args
     fits = same_shape(shape_of(bias), shape_of(weight)[:1]) and dtype_of(bias) is dtype_of(linear)
@@ -74,7 +74,7 @@ def _unflattened(graph: fx.Graph, match: Match) -> tuple | None:
     return ops.linear, (x, weight, bias)
 
 
-def _turned(graph: fx.Graph, match: Match) -> tuple | None:
+def _transpose_result(graph: fx.Graph, match: Match) -> tuple | None:
     """Transpose the result of a linear instead of the norm that it reads.
 
     nn.MultiheadAttention transposes its input to put the length first.
@@ -118,18 +118,18 @@ _X, _WEIGHT, _BIAS = Var("x", is_tensor_node), Var("weight", _is_parameter(2)), 
 _FLAT = Call(torch.reshape, _X, Var("flat"))
 
 LINEARS = (
-    Spelling(Call(F.linear, _X, Var("weight", _is_matrix), Var("bias")), _linear),
-    Spelling(Call(torch.addmm, _BIAS, _X, _WEIGHT), _product),
-    Spelling(Call(torch.matmul, _X, _WEIGHT), _product),
+    Spelling(Call(F.linear, _X, Var("weight", _is_matrix), Var("bias")), _plain_linear),
+    Spelling(Call(torch.addmm, _BIAS, _X, _WEIGHT), _matmul_as_linear),
+    Spelling(Call(torch.matmul, _X, _WEIGHT), _matmul_as_linear),
 )
 BIASES = (
     Spelling(
         Call(torch.add, Call(ops.linear, _X, _WEIGHT, None, role="linear"), _BIAS, commute=True),
-        _biased,
+        _add_bias,
     ),
 )
 TURNED = (
-    Spelling(Linear(Call(TURNS, Norm(_X))), _turned),
+    Spelling(Linear(Call(TURNS, Norm(_X))), _transpose_result),
     Spelling(Call(torch.reshape, Norm(_X)), _norm_of_flat),
 )
 FLATTENED = (Spelling(Call(torch.reshape, Linear(_FLAT), Var("shape")), _unflattened),)

@@ -14,7 +14,7 @@ from te_transform.graph.nodes import dtype_of, is_tensor_node, same_shape, shape
 from te_transform.graph.pattern import Call, Match, Var
 
 
-def _cross_entropy(graph: fx.Graph, match: Match) -> tuple[Callable, tuple] | None:
+def _earliest_cross_entropy(graph: fx.Graph, match: Match) -> tuple[Callable, tuple] | None:
     """Return the op on the earliest logits and targets in the graph with one target per row of logits."""
     found, root = match.bound, match.root
     if dtype_of(found["targets"]) not in (torch.int64, torch.int32, torch.uint8):  # these are probabilities
@@ -49,14 +49,16 @@ def _above(x: fx.Node, root: fx.Node) -> Iterator[fx.Node]:
         before = x.args[0] if x.target in (torch.reshape, ops.cast) else None
         if before is None or x.meta["region"] != root.meta["region"]:
             return
-        if x.target is ops.cast and not (dtype_of(x).is_floating_point and dtype_of(x) is _wide(before)):
+        if x.target is ops.cast and not (
+            dtype_of(x).is_floating_point and dtype_of(x) is _loss_dtype(before)
+        ):
             return
         if dtype_of(x).is_floating_point and not same_shape(shape_of(before)[-1:], shape_of(x)[-1:]):
             return
         x = before
 
 
-def _wide(logits: fx.Node) -> torch.dtype:
+def _loss_dtype(logits: fx.Node) -> torch.dtype:
     return torch.promote_types(dtype_of(logits), torch.float32)
 
 
@@ -72,6 +74,6 @@ LOSSES = (
             None,
             Var("reduction"),
         ),
-        _cross_entropy,
+        _earliest_cross_entropy,
     ),
 )

@@ -15,7 +15,7 @@ from te_transform.graph.nodes import dtype_of, is_tensor_node, same_shape, shape
 FULL = slice(None)
 
 
-def _cast(node: fx.Node) -> tuple | None:
+def _as_cast(node: fx.Node) -> tuple | None:
     """Return a cast that keeps the value up to rounding, or None for any other conversion.
 
     Calls that change the device or the memory format are not casts. Casts to integers and 8-bit formats
@@ -31,7 +31,7 @@ def _cast(node: fx.Node) -> tuple | None:
     return None if moves else (ops.cast, (x, dtype_of(node)))
 
 
-def _reshape(node: fx.Node) -> tuple | None:
+def _as_reshape(node: fx.Node) -> tuple | None:
     x = node.args[0] if node.args else None
     sizes = reshape_sizes(x, shape_of(node)) if is_tensor_node(x) else None
     return (torch.reshape, (x, sizes)) if sizes is not None else None
@@ -106,6 +106,6 @@ def _index_of_last_but_one(index: Any, rank: int) -> Any:
 
 # name -> function that returns the canonical call of a node with this name, or None to leave it unchanged
 MOVES: dict[str, Callable[[fx.Node], tuple | None]] = {
-    **dict.fromkeys(("to", "type", "type_as", "float", "half", "bfloat16", "double"), _cast),
-    **dict.fromkeys(("flatten", "unflatten", "view_as", "reshape_as"), _reshape),
+    **dict.fromkeys(("to", "type", "type_as", "float", "half", "bfloat16", "double"), _as_cast),
+    **dict.fromkeys(("flatten", "unflatten", "view_as", "reshape_as"), _as_reshape),
 }

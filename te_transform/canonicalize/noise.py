@@ -33,7 +33,9 @@ def _is_apart(node: fx.Node) -> bool:
 
     The model may have written to the copied tensor, even if this graph has a new value instead of the write.
     """
-    return node.target in _COPIES and any(user.meta["region"] != node.meta["region"] for user in node.users)
+    return node.target in _COPYING_OPS and any(
+        user.meta["region"] != node.meta["region"] for user in node.users
+    )
 
 
 def _if(condition: Callable[..., bool]) -> Callable[..., fx.Node | None]:
@@ -113,7 +115,7 @@ _ANY_LAYOUT = {
 }  # fmt: skip
 _BROADCAST = (torch.add, torch.sub, torch.mul, torch.div, torch.masked_fill, torch.where)
 
-_COPIES = (torch.add, torch.sub, torch.mul, torch.div, torch.cat)
+_COPYING_OPS = (torch.add, torch.sub, torch.mul, torch.div, torch.cat)
 
 # target -> function that returns the argument that a call passes through, or None if the call changes it
 _NOISE: dict[Any, Callable[..., fx.Node | None]] = {

@@ -53,11 +53,11 @@ def _cast(inner: Pattern) -> Pattern:
 
 
 def _layer_norm(graph: fx.Graph, match: Match) -> tuple | None:
-    found, (x, weight) = match.bound, _operands(match)
+    found, (x, weight) = match.bound, _input_and_weight(match)
     bias = found.get("bias")
     uniform = all(part is None or dtype_of(part) is dtype_of(x) for part in (weight, bias))
     fits = bias is None or same_shape(shape_of(bias), shape_of(x)[-1:])
-    if not uniform or not fits or not _normalizes_last(match) or not _keeps_dtype(match):
+    if not uniform or not fits or not _normalizes_last(match) or not _norm_keeps_dtype(match):
         return None
     if _is_scaled_later(match):
         return None
@@ -65,8 +65,8 @@ def _layer_norm(graph: fx.Graph, match: Match) -> tuple | None:
 
 
 def _rms_norm(graph: fx.Graph, match: Match) -> tuple | None:
-    x, weight = _operands(match)
-    if not _normalizes_last(match) or not _keeps_dtype(match) or _is_scaled_later(match):
+    x, weight = _input_and_weight(match)
+    if not _normalizes_last(match) or not _norm_keeps_dtype(match) or _is_scaled_later(match):
         return None
     eps = match.bound["eps"]
     if eps is None:  # F.rms_norm uses the eps of the dtype it computes in
@@ -82,11 +82,11 @@ def _rms_norm_of_normalize(graph: fx.Graph, match: Match) -> tuple | None:
     In fp16, 1e-12 is 0, and a row of zeros becomes NaN, so there is no match. The same holds if
     least^2 / width underflows in the dtype of the addition.
     """
-    x, weight = _operands(match)
+    x, weight = _input_and_weight(match)
     width, eps = shape_of(x)[-1], _epsilon_of_unit(match)
     if not isinstance(width, int) or not math.isclose(match.bound["factor"], math.sqrt(width)) or eps is None:
         return None
-    if not _normalizes_last(match) or not _keeps_dtype(match):
+    if not _normalizes_last(match) or not _norm_keeps_dtype(match):
         return None
     return ops.rms_norm, (x, weight, eps, match.bound.get("gamma") == "zero-centered")
 
@@ -108,12 +108,12 @@ def _epsilon_of_unit(match: Match) -> float | None:
     return None if eps < torch.finfo(added_in).smallest_normal else eps
 
 
-def _operands(match: Match) -> tuple[fx.Node, fx.Node | None]:
+def _input_and_weight(match: Match) -> tuple[fx.Node, fx.Node | None]:
     return match.bound["x"], match.bound.get("weight")
 
 
 def _normalizes_last(match: Match) -> bool:
-    x, weight = _operands(match)
+    x, weight = _input_and_weight(match)
     width = shape_of(x)[-1:]
     named = match.bound.get("shape", width)
     named = (named,) if isinstance(named, int) else named
@@ -122,9 +122,9 @@ def _normalizes_last(match: Match) -> bool:
     return sized and same_shape(named, width) and (weight is None or same_shape(shape_of(weight), width))
 
 
-def _keeps_dtype(match: Match) -> bool:
+def _norm_keeps_dtype(match: Match) -> bool:
     """Return True if the op returns the dtype of the match; it may include a narrowing cast at the end."""
-    root, (x, weight) = match.root, _operands(match)
+    root, (x, weight) = match.root, _input_and_weight(match)
     widens = root.target is ops.cast and dtype_of(root).itemsize >= dtype_of(root.args[0]).itemsize
     result = dtype_of(x) if weight is None else torch.promote_types(dtype_of(x), dtype_of(weight))
     keeps = result is dtype_of(root) and not is_wider(match.nodes, root)
@@ -140,7 +140,7 @@ _NAMED = OneOf(_NO_WEIGHT, _GAMMA, Var("weight", _is_any_vector))  # as an argum
 _SHAPE, _ANY_EPS = Var("shape"), Var("eps")
 
 
-def _mean(value: Pattern) -> Call:
+def _mean_of_columns(value: Pattern) -> Call:
     return Call(torch.mean, _cast(value), -1, True)
 
 
@@ -170,15 +170,17 @@ def _normalized(x: Pattern, variance: Pattern) -> Pattern:
 
 
 _RMS_NORM = Call(F.rms_norm, _X, _SHAPE, _NAMED, _ANY_EPS)
-_WRITTEN_RMS_NORM = _normalized(_X, _mean(_square(_X)))
+_WRITTEN_RMS_NORM = _normalized(_X, _mean_of_columns(_square(_X)))
 
-_CENTERED = Call(torch.sub, _X, _mean(_X))
-_VARIANCE = OneOf(_mean(_square(_cast(_CENTERED))), Call(torch.var, _X, -1, False, True))
+_CENTERED = Call(torch.sub, _X, _mean_of_columns(_X))
+_VARIANCE = OneOf(_mean_of_columns(_square(_cast(_CENTERED))), Call(torch.var, _X, -1, False, True))
 _NORMALIZED = _normalized(_cast(_CENTERED), _VARIANCE)
 _BIAS = _cast(Var("bias", lambda bias: bias is None or _is_any_vector(bias)))
 _LAYER_NORM = Call(F.layer_norm, _X, _SHAPE, _NAMED, _BIAS, _ANY_EPS)
-_SCALED = AnyOrder(torch.mul, _cast(Call(F.layer_norm, _X, _SHAPE, None, None, _ANY_EPS)), _GAMMA)
-_SHIFTED = Call(torch.add, _cast(OneOf(_NORMALIZED, _SCALED)), _cast(Var("bias", _is_vector)), commute=True)
+_SCALED_NORM = AnyOrder(torch.mul, _cast(Call(F.layer_norm, _X, _SHAPE, None, None, _ANY_EPS)), _GAMMA)
+_SHIFTED = Call(
+    torch.add, _cast(OneOf(_NORMALIZED, _SCALED_NORM)), _cast(Var("bias", _is_vector)), commute=True
+)
 
 _SCALED_RMS_NORM = AnyOrder(torch.mul, _cast(Call(F.rms_norm, _X, _SHAPE, None, _ANY_EPS)), _GAMMA)
 _LENGTH = _cast(Call(torch.linalg.vector_norm, _X, 2, -1, True))
@@ -191,7 +193,7 @@ _UNIT_RMS_NORM = OneOf(
 )
 
 NORM_SPELLINGS = (
-    Spelling(_cast(OneOf(_SHIFTED, _SCALED, _LAYER_NORM, _NORMALIZED)), _layer_norm),
+    Spelling(_cast(OneOf(_SHIFTED, _SCALED_NORM, _LAYER_NORM, _NORMALIZED)), _layer_norm),
     Spelling(_cast(OneOf(_SCALED_RMS_NORM, _RMS_NORM, _WRITTEN_RMS_NORM)), _rms_norm),
     Spelling(_cast(_UNIT_RMS_NORM), _rms_norm_of_normalize),
 )

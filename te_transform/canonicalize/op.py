@@ -19,7 +19,7 @@ class Spelling:
     call: Callable[[fx.Graph, Match], tuple[Callable, tuple] | None]
 
 
-def _nothing(graph: fx.Graph) -> None:
+def _leave_as_is(graph: fx.Graph) -> None:
     """Leave the graph as it is."""
 
 
@@ -35,8 +35,8 @@ class Forms:
     """
 
     spellings: Sequence[Spelling] = ()
-    spell: Callable[[fx.Graph], None] = _nothing
-    prepare: Callable[[fx.Graph], None] = _nothing
+    spell: Callable[[fx.Graph], None] = _leave_as_is
+    prepare: Callable[[fx.Graph], None] = _leave_as_is
 
 
 def write(graph: fx.Graph, spellings: Sequence[Spelling]) -> None:
@@ -46,12 +46,12 @@ def write(graph: fx.Graph, spellings: Sequence[Spelling]) -> None:
         for target in spelling.pattern.roots:
             by_root.setdefault(target, []).append(spelling)
     for node in reversed(graph.nodes):
-        call = next(_calls(graph, node, by_root.get(node.target, ())), None)
+        call = next(_spelled_calls(graph, node, by_root.get(node.target, ())), None)
         if call is not None:
             edit.replace(graph, *call)
 
 
-def _calls(
+def _spelled_calls(
     graph: fx.Graph, node: fx.Node, spellings: Sequence[Spelling]
 ) -> Iterator[tuple[tuple[fx.Node, ...], Callable, tuple]]:
     for spelling in spellings:

@@ -28,15 +28,15 @@ def are_both(first: ColumnHalf, second: ColumnHalf) -> bool:
 def part_of(node: fx.Node) -> ColumnHalf | None:
     """Return the half of the columns of a value that a node selects, or None."""
     if node.target is ops.columns:
-        return _of_columns(*node.args)
+        return _half_of_columns(*node.args)
     if node.target is not operator.getitem:
         return None
     x, at = node.args
     index = _of_every_second(_item_of_last(x, at))
-    return _of_pairs(x, at) if index is None else ColumnHalf(x, index, in_pairs=True)
+    return _half_of_pairs(x, at) if index is None else ColumnHalf(x, index, in_pairs=True)
 
 
-def _of_columns(x: fx.Node, start: int, stop: int) -> ColumnHalf | None:
+def _half_of_columns(x: fx.Node, start: int, stop: int) -> ColumnHalf | None:
     width = shape_of(x)[-1]
     if type(width) is not int or width % 2:
         return None
@@ -44,7 +44,7 @@ def _of_columns(x: fx.Node, start: int, stop: int) -> ColumnHalf | None:
     return None if index is None else ColumnHalf(x, index, in_pairs=False)
 
 
-def _of_pairs(x: fx.Node, at: Any) -> ColumnHalf | None:
+def _half_of_pairs(x: fx.Node, at: Any) -> ColumnHalf | None:
     """Return the even or odd columns that an index selects from columns reshaped to [..., width / 2, 2]."""
     is_unbound = x.target is torch.unbind and x.args[1] == -1
     pairs, index = (x.args[0], at) if is_unbound else (x, _item_of_last(x, at))

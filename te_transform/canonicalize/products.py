@@ -14,7 +14,7 @@ from te_transform.graph.nodes import same_shape, shape_of
 
 
 @dataclass(frozen=True)
-class _Product:
+class _EinsumProduct:
     """A matmul in einsum letters: left [batch, rows, inner] @ right [batch, inner, column].
 
     The result is [batch, rows, column]. `shared` are row letters that act as batch dimensions; the right
@@ -81,7 +81,7 @@ def _in_letters(terms: list[str], result: str, operands: list[fx.Node]) -> tuple
     return tuple(t.replace("...", c) for t, c in zip((*terms, result), letters, strict=True))
 
 
-def _sums_as_many(operands: list[fx.Node], terms: list[str], product: _Product) -> bool:
+def _sums_as_many(operands: list[fx.Node], terms: list[str], product: _EinsumProduct) -> bool:
     """Return True if the summed dimension has the same length in both operands.
 
     An einsum may broadcast this dimension; a matmul cannot.
@@ -91,7 +91,7 @@ def _sums_as_many(operands: list[fx.Node], terms: list[str], product: _Product) 
     return same_shape((left,), (right,))
 
 
-def _as_product(terms: list[str], result: str) -> _Product | None:
+def _as_product(terms: list[str], result: str) -> _EinsumProduct | None:
     left, right = map(set, terms)
     if any(len(set(t)) != len(t) or not t.isalpha() for t in (*terms, result)):  # a diagonal, or `...`
         return None
@@ -111,7 +111,9 @@ def _as_product(terms: list[str], result: str) -> _Product | None:
     if terms[0] == batch + terms[0][len(batch) : -1] + inner:  # keep the left operand's order of rows
         rows = terms[0][len(batch) : -1]
     shared = rows[:-1] if batch else ""  # without a batch, matmul takes several row dimensions and one matrix
-    return _Product(batch + rows + inner, batch + shared + inner + column, batch + rows + column, shared)
+    return _EinsumProduct(
+        batch + rows + inner, batch + shared + inner + column, batch + rows + column, shared
+    )
 
 
 def _rewrite(
@@ -120,7 +122,7 @@ def _rewrite(
     operands: list[fx.Node],
     terms: list[str],
     result: str,
-    product: _Product,
+    product: _EinsumProduct,
 ) -> None:
     left = _arranged(graph, node, operands[0], terms[0], product.left)
     right = operands[1]

@@ -43,14 +43,14 @@ def _adds_to(match: Match, x: fx.Node) -> bool:
     return (whole is x or casts) and all(dtype_of(factor) is dtype_of(whole) for factor in rotated)
 
 
-def _rope(graph: fx.Graph, match: Match) -> tuple | None:
+def _rope_of_halves(graph: fx.Graph, match: Match) -> tuple | None:
     x, half, width = match.bound["x"], match.bound["half"], match.bound["width"]
     if not _is_in_halves(x, half, width, match.root) or not _adds_to(match, x):
         return None
     return ops.rope, (match.bound["whole"], match.bound["cos"], match.bound["sin"])
 
 
-def _wide(graph: fx.Graph, match: Match) -> tuple | None:
+def _rope_in_float32(graph: fx.Graph, match: Match) -> tuple | None:
     """Return the op for 16-bit queries that are rotated in fp32, and cast back.
 
     They are cast to fp32 before the rotation, or the cosines and sines are fp32.
@@ -62,8 +62,8 @@ def _wide(graph: fx.Graph, match: Match) -> tuple | None:
     return (ops.rope, (x, *rope.args[1:3], True, *rope.args[4:])) if rounds and wide and alone else None
 
 
-ROTARY = (Spelling(_plus(_ROTATED), _rope),)
-WIDE_ROTARY = (Spelling(Call(ops.cast, Call(ops.rope, Maybe(ops.cast, _X), role="rope")), _wide),)
+ROTARY = (Spelling(_plus(_ROTATED), _rope_of_halves),)
+WIDE_ROTARY = (Spelling(Call(ops.cast, Call(ops.rope, Maybe(ops.cast, _X), role="rope")), _rope_in_float32),)
 
 
 class _Term(NamedTuple):
@@ -95,7 +95,7 @@ def join_parts(graph: fx.Graph) -> None:
     known: dict[tuple, fx.Node] = {}
     for root in [node for node in graph.nodes if node.target in (torch.cat, torch.reshape, torch.add)]:
         covered: list[fx.Node] = [root]
-        rotation = _of_pairs(root, covered) if root.target is torch.add else _by_parts(root, covered)
+        rotation = _rotation_of_pairs(root, covered) if root.target is torch.add else _by_parts(root, covered)
         alone = all(user in covered for node in covered[1:] for user in node.users)
         if rotation is None or not alone or len({node.meta["region"] for node in covered}) > 1:
             continue
@@ -177,7 +177,7 @@ _TURNED = Call(
 _OF_PAIRS = _plus(_TURNED)
 
 
-def _of_pairs(root: fx.Node, covered: list[fx.Node]) -> _Rotation | None:
+def _rotation_of_pairs(root: fx.Node, covered: list[fx.Node]) -> _Rotation | None:
     """Return the rotation x cos + [-x1, x0, -x3, x2, ...] sin; add its calls to `covered`."""
     for match in _OF_PAIRS.match(root, Match(), None):
         found, (even, odd) = match.bound, (part_of(match.bound[name]) for name in ("even", "odd"))

@@ -47,7 +47,7 @@ def share_norms(graph: fx.Graph) -> None:
     its own norm, to be fused with it.
     """
     norms = {node for node in graph.nodes if node.target in ops.NORMS}
-    _share(graph, norms, _can_be_merged)
+    _share(graph, norms, _readers_can_be_merged)
 
 
 def _share(graph: fx.Graph, nodes: set[fx.Node], may_share: Callable[[list[fx.Node]], bool]) -> None:
@@ -62,7 +62,7 @@ def _share(graph: fx.Graph, nodes: set[fx.Node], may_share: Callable[[list[fx.No
             edit.bypass(graph, node, first)
 
 
-def _can_be_merged(readers: list[fx.Node]) -> bool:
+def _readers_can_be_merged(readers: list[fx.Node]) -> bool:
     """Return True if all readers are linears with distinct parameters, all with a bias or all without."""
     if any(reader.target is not ops.linear for reader in readers):
         return False

@@ -28,8 +28,10 @@ def _shifted_by(number: Pattern) -> Call:
     return Call(torch.sub, _X, Maybe(torch.Tensor.detach, number))
 
 
-_LARGEST = OneOf(Call(operator.getitem, Call(torch.max, _X, _DIM, True), 0), Call(torch.amax, _X, _DIM, True))
-_EXP = Call(torch.exp, _shifted_by(_LARGEST), role="exp")  # the role makes both sides match the same node
+_ROW_MAXIMUM = OneOf(
+    Call(operator.getitem, Call(torch.max, _X, _DIM, True), 0), Call(torch.amax, _X, _DIM, True)
+)
+_EXP = Call(torch.exp, _shifted_by(_ROW_MAXIMUM), role="exp")  # the role makes both sides match the same node
 _OVER_SUM = Call(torch.div, _EXP, Call(torch.sum, _EXP, _DIM, True))
 _OF_LOG = Call(
     torch.exp,
@@ -37,10 +39,10 @@ _OF_LOG = Call(
         Call(torch.sub, _X, Call(torch.logsumexp, _X, _DIM, True)), Call(torch.log_softmax, _X, _DIM, None)
     ),
 )
-_OF_SHIFTED = Call(torch.softmax, Maybe(ops.cast, _shifted_by(_LARGEST)), _DIM, Var("dtype"))
+_OF_SHIFTED = Call(torch.softmax, Maybe(ops.cast, _shifted_by(_ROW_MAXIMUM)), _DIM, Var("dtype"))
 
 
-def _softmax(graph: fx.Graph, match: Match) -> tuple[Callable, tuple] | None:
+def _as_softmax(graph: fx.Graph, match: Match) -> tuple[Callable, tuple] | None:
     x, dim = match.bound["x"], match.bound["dim"]
     return (torch.softmax, (x, dim, None)) if dtype_of(x) is dtype_of(match.root) else None
 
@@ -57,7 +59,7 @@ def _of_shifted(graph: fx.Graph, match: Match) -> tuple[Callable, tuple] | None:
 
 
 SOFTMAXES = (
-    Spelling(_OVER_SUM, _softmax),
-    Spelling(_OF_LOG, _softmax),
+    Spelling(_OVER_SUM, _as_softmax),
+    Spelling(_OF_LOG, _as_softmax),
     Spelling(_OF_SHIFTED, _of_shifted),
 )

@@ -46,10 +46,10 @@ def spell_indices(graph: fx.Graph) -> None:
         parts = index if isinstance(index, tuple) else ()
         plain = all(part is None or part is Ellipsis or isinstance(part, slice) for part in parts)
         if plain and None in parts and nodes.is_tensor_node(x):
-            _unsqueeze(graph, node, x, parts)
+            _insert_dims(graph, node, x, parts)
 
 
-def _unsqueeze(graph: fx.Graph, node: fx.Node, x: fx.Node, parts: tuple) -> None:
+def _insert_dims(graph: fx.Graph, node: fx.Node, x: fx.Node, parts: tuple) -> None:
     rest = tuple(part for part in parts if part is not None)
     if any(isinstance(part, slice) and part != slice(None) for part in rest):
         x = edit.insert(graph, [node], operator.getitem, (x, rest))
@@ -77,7 +77,7 @@ def _is_tensor_call(node: fx.Node) -> bool:
 
 def _canonical(node: fx.Node) -> tuple | None:
     method = node.op == "call_method"
-    name = (_methods() if method else _functions()).get(node.target)
+    name = (_method_names() if method else _functions()).get(node.target)
     if name is None:
         return None
     if name in MOVES:
@@ -102,22 +102,22 @@ def _functions() -> dict[Any, str]:
     found: dict[Any, str] = {}
     for name in (*SPELLINGS, *MOVES):
         for home in homes:
-            for spelled in _spelled(name):
+            for spelled in _spellings_of(name):
                 if callable(function := getattr(home, spelled, None)):
                     found.setdefault(function, name)
     return found | {builtins.getattr: "getattr"}
 
 
 @cache
-def _methods() -> dict[str, str]:
+def _method_names() -> dict[str, str]:
     """Return the Tensor method names in the table, with their names in the table."""
     return {
         spelled: name
         for name in (*SPELLINGS, *MOVES)
-        for spelled in _spelled(name)
+        for spelled in _spellings_of(name)
         if hasattr(torch.Tensor, spelled)
     }
 
 
-def _spelled(name: str) -> tuple[str, ...]:
+def _spellings_of(name: str) -> tuple[str, ...]:
     return name, f"{name}_", f"__{name}__", f"i{name}", f"__i{name}__"

@@ -24,7 +24,7 @@ def back(x: Any, dim: Any, extra: int = 0) -> Any:
     return dim - len(shape_of(first)) - extra if isinstance(dim, int) and dim >= 0 else dim
 
 
-def _sizes(sizes: tuple) -> tuple | None:
+def _sizes_as_tuple(sizes: tuple) -> tuple | None:
     """Return sizes given one by one, as a sequence or as a torch.Size; None if one node computes them all."""
     if len(sizes) == 1 and isinstance(sizes[0], fx.Node) and sizes[0].target is torch.Size:
         sizes = sizes[0].args
@@ -40,20 +40,20 @@ def _swap(x: fx.Node, a: int, b: int) -> tuple:
 
 def permuted(x: fx.Node, *dims: Any) -> tuple:
     """Return the call that permutes the dimensions of `x`: a transpose if it swaps two, else a permute."""
-    order = [d % len(shape_of(x)) for d in _sizes(dims)]
+    order = [d % len(shape_of(x)) for d in _sizes_as_tuple(dims)]
     moved = [i for i, d in enumerate(order) if i != d]
     return _swap(x, *moved) if len(moved) == 2 else (torch.permute, (x, tuple(order)))
 
 
-def _view(x: fx.Node, *sizes: Any, shape: Any = None, size: Any = None) -> tuple | None:
-    target = _sizes(sizes or tuple(s for s in (shape, size) if s is not None))
+def _view_as_reshape(x: fx.Node, *sizes: Any, shape: Any = None, size: Any = None) -> tuple | None:
+    target = _sizes_as_tuple(sizes or tuple(s for s in (shape, size) if s is not None))
     if not target or any(isinstance(s, torch.dtype) for s in target):  # x.view(dtype) reinterprets the bits
         return None
     return torch.reshape, (x, target)
 
 
-def _expand(x: fx.Node, *sizes: Any, size: Any = None) -> tuple | None:
-    target = _sizes(sizes or (size,))
+def _expanded_to(x: fx.Node, *sizes: Any, size: Any = None) -> tuple | None:
+    target = _sizes_as_tuple(sizes or (size,))
     return (torch.Tensor.expand, (x, target)) if target else None
 
 
@@ -73,16 +73,16 @@ def _item(x: fx.Node, index: Any) -> tuple | None:
         return torch.unsqueeze, (x, at - len(parts) if Ellipsis in parts[:at] else back(x, at, extra=1))
     reaches_last = parts[0] is Ellipsis or len(parts) == len(shape_of(x))
     sliced = isinstance(rest[0], slice) and rest[0] is parts[-1]
-    return _columns(x, rest[0]) if reaches_last and sliced else None
+    return _slice_of_columns(x, rest[0]) if reaches_last and sliced else None
 
 
-def _columns(x: fx.Node, part: slice) -> tuple | None:
+def _slice_of_columns(x: fx.Node, part: slice) -> tuple | None:
     bounds, width = (part.start, part.stop), shape_of(x)[-1]
     plain = isinstance(width, int) and all(b is None or type(b) is int for b in bounds)
     return (ops.columns, (x, *part.indices(width)[:2])) if plain and part.step in (None, 1) else None
 
 
-def _narrow(x: fx.Node, dim: int, start: Any, length: Any) -> tuple | None:
+def _narrowed_columns(x: fx.Node, dim: int, start: Any, length: Any) -> tuple | None:
     plain = type(start) is int and start >= 0 and type(length) is int
     return (ops.columns, (x, start, start + length)) if plain and back(x, dim) == -1 else None
 
@@ -101,7 +101,7 @@ def _select(input: fx.Node, dim: Any, index: Any) -> tuple | None:
     )
 
 
-def _product(x: Any, y: Any) -> tuple:
+def _multiplication(x: Any, y: Any) -> tuple:
     return torch.mul, (x, y) if is_tensor_node(x) else (y, x)
 
 
@@ -111,7 +111,7 @@ def _sum(x: Any, y: Any, alpha: Any = 1) -> tuple | None:
     return torch.add, (x, y) if is_tensor_node(x) else (y, x)
 
 
-def _difference(x: Any, y: Any, alpha: Any = 1) -> tuple | None:
+def _subtraction(x: Any, y: Any, alpha: Any = 1) -> tuple | None:
     plain = is_tensor_node(x) and is_number(alpha) and alpha == 1
     return (torch.sub, (x, y)) if plain else None
 
@@ -140,7 +140,7 @@ def _not(x: fx.Node) -> tuple | None:
     return (torch.logical_not, (x,)) if dtype_of(x) is torch.bool else None
 
 
-def _softmax(
+def _plain_softmax(
     input: fx.Node, dim: Any = None, *rest: Any, dtype: Any = None, _stacklevel: int = 3
 ) -> tuple | None:
     if dim is None:
@@ -153,11 +153,11 @@ def _softmax(
 def _log_softmax(
     input: fx.Node, dim: Any = None, *rest: Any, dtype: Any = None, _stacklevel: int = 3
 ) -> tuple | None:
-    call = _softmax(input, dim, *rest, dtype=dtype)
+    call = _plain_softmax(input, dim, *rest, dtype=dtype)
     return call and (torch.log_softmax, call[1])
 
 
-def _norm(input: fx.Node, p: Any = "fro", dim: Any = None, keepdim: bool = False) -> tuple | None:
+def _vector_norm(input: fx.Node, p: Any = "fro", dim: Any = None, keepdim: bool = False) -> tuple | None:
     """Return the vector 2-norm along one dimension, or None for other norms and matrix norms."""
     plain = p in (2, "fro", None) and type(back(input, dim)) is int
     return (torch.linalg.vector_norm, (input, 2, back(input, dim), keepdim)) if plain else None
@@ -171,13 +171,13 @@ def _baddbmm(input: fx.Node, batch1: fx.Node, batch2: fx.Node, *, beta: Any = 1,
     return torch.baddbmm, (input, batch1, batch2), {"beta": beta, "alpha": alpha}
 
 
-def _sdpa(
+def _plain_sdpa(
     query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
 ) -> tuple:
     return ops.sdpa, (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
 
 
-def _cross_entropy(
+def _plain_cross_entropy(
     input,
     target,
     weight=None,
@@ -191,18 +191,20 @@ def _cross_entropy(
     return (F.cross_entropy, (input, target, None, None, ignore_index, None, reduction)) if plain else None
 
 
-def _grouped_mm(mat_a: Any, mat_b: Any, *, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> Any:
+def _plain_grouped_mm(
+    mat_a: Any, mat_b: Any, *, offs: Any = None, bias: Any = None, out_dtype: Any = None
+) -> Any:
     """Return the op for groups of rows, each multiplied by its own matrix."""
     by_groups = offs is not None and len(shape_of(mat_a)) == 2 and len(shape_of(mat_b)) == 3
     plain = by_groups and bias is None and out_dtype is None
     return (ops.grouped_mm, (mat_a, mat_b, offs)) if plain else None
 
 
-def _elementwise(function: Callable) -> Callable:
+def _unary(function: Callable) -> Callable:
     return lambda input, inplace=False: (function, (input,))
 
 
-def _activation(function: Callable) -> Callable:
+def _without_inplace(function: Callable) -> Callable:
     """Return the spelling of an activation without `inplace`, with all other arguments by position."""
 
     def call(*args: Any, **kwargs: Any) -> tuple:
@@ -242,11 +244,11 @@ _COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
 SPELLINGS: dict[str, Callable[..., tuple | None]] = {
     "add": _sum,
     "radd": lambda input, other: _sum(other, input),
-    "sub": _difference,
-    "subtract": _difference,
-    "mul": lambda input, other: _product(input, other),
-    "multiply": lambda input, other: _product(input, other),
-    "rmul": lambda input, other: _product(other, input),
+    "sub": _subtraction,
+    "subtract": _subtraction,
+    "mul": lambda input, other: _multiplication(input, other),
+    "multiply": lambda input, other: _multiplication(input, other),
+    "rmul": lambda input, other: _multiplication(other, input),
     "div": _quotient,
     "divide": _quotient,
     "truediv": _quotient,
@@ -260,8 +262,8 @@ SPELLINGS: dict[str, Callable[..., tuple | None]] = {
     "mm": lambda input, mat2: (torch.matmul, (input, mat2)),
     "rmatmul": lambda input, other: (torch.matmul, (other, input)),
     "linear": lambda input, weight, bias=None: (F.linear, (input, weight, bias)),
-    "grouped_mm": _grouped_mm,
-    "_grouped_mm": _grouped_mm,
+    "grouped_mm": _plain_grouped_mm,
+    "_grouped_mm": _plain_grouped_mm,
     "bmm": lambda input, mat2: (torch.bmm, (input, mat2)),
     "addmm": lambda input, mat1, mat2: (torch.addmm, (input, mat1, mat2)),
     "baddbmm": _baddbmm,
@@ -272,12 +274,12 @@ SPELLINGS: dict[str, Callable[..., tuple | None]] = {
     "max": _along_one(torch.max),
     "amax": _along_one(torch.amax),
     "logsumexp": _along_one(torch.logsumexp),
-    "softmax": _softmax,
+    "softmax": _plain_softmax,
     "log_softmax": _log_softmax,
     "var": _variance,
-    "norm": _norm,
-    "linalg_norm": lambda A, ord=None, dim=None, keepdim=False: _norm(A, ord, dim, keepdim),
-    "linalg_vector_norm": lambda x, ord=2, dim=None, keepdim=False: _norm(x, ord, dim, keepdim),
+    "norm": _vector_norm,
+    "linalg_norm": lambda A, ord=None, dim=None, keepdim=False: _vector_norm(A, ord, dim, keepdim),
+    "linalg_vector_norm": lambda x, ord=2, dim=None, keepdim=False: _vector_norm(x, ord, dim, keepdim),
     "masked_fill": lambda input, mask, value: (torch.masked_fill, (input, mask, value)),
     "where": _where,
     "invert": _not,
@@ -288,10 +290,10 @@ SPELLINGS: dict[str, Callable[..., tuple | None]] = {
     "t": lambda input: (torch.t, (input,)),
     "permute": lambda input, *dims: permuted(input, *dims),
     "getattr": _attribute,
-    "view": _view,
-    "reshape": _view,
-    "expand": _expand,
-    "broadcast_to": _expand,
+    "view": _view_as_reshape,
+    "reshape": _view_as_reshape,
+    "expand": _expanded_to,
+    "broadcast_to": _expanded_to,
     "expand_as": lambda input, other: (torch.Tensor.expand_as, (input, other)),
     "index_put": lambda input, indices, values: (torch.index_put, (input, tuple(indices), values)),
     "unsqueeze": lambda input, dim: (torch.unsqueeze, (input, back(input, dim, extra=1))),
@@ -310,7 +312,7 @@ SPELLINGS: dict[str, Callable[..., tuple | None]] = {
         torch.repeat_interleave,
         (input, repeats, back(input, dim)),
     ),
-    "narrow": _narrow,
+    "narrow": _narrowed_columns,
     "getitem": _item,
     "detach": lambda input: (torch.Tensor.detach, (input,)),
     "contiguous": lambda input: (torch.Tensor.contiguous, (input,)),
@@ -320,9 +322,9 @@ SPELLINGS: dict[str, Callable[..., tuple | None]] = {
     ),
     "gelu": _gelu,
     "glu": lambda input, dim=-1: (F.glu, (input, back(input, dim))),
-    "sigmoid": _elementwise(ops.sigmoid),
-    "silu": _elementwise(ops.silu),
-    "relu": _elementwise(ops.relu),
+    "sigmoid": _unary(ops.sigmoid),
+    "silu": _unary(ops.silu),
+    "relu": _unary(ops.relu),
     "layer_norm": lambda input, normalized_shape, weight=None, bias=None, eps=1e-5: (
         F.layer_norm,
         (input, normalized_shape, weight, bias, eps),
@@ -332,11 +334,11 @@ SPELLINGS: dict[str, Callable[..., tuple | None]] = {
         (input, normalized_shape, weight, eps),
     ),
     "normalize": lambda input, p=2.0, dim=1, eps=1e-12: (F.normalize, (input, p, back(input, dim), eps)),
-    "scaled_dot_product_attention": _sdpa,
-    "cross_entropy": _cross_entropy,
+    "scaled_dot_product_attention": _plain_sdpa,
+    "cross_entropy": _plain_cross_entropy,
     "hardtanh": _hardtanh,
-    **{function.__name__: _activation(function) for function in _ACTIVATIONS},
-    **{name: _elementwise(getattr(torch, name)) for name in _UNARY},
+    **{function.__name__: _without_inplace(function) for function in _ACTIVATIONS},
+    **{name: _unary(getattr(torch, name)) for name in _UNARY},
     **{name: _comparison(getattr(torch, name)) for name in _COMPARISONS},
 }
 

@@ -48,7 +48,7 @@ def printing_aside() -> redirect_stdout:
 
 
 def run_inspect(asked: argparse.Namespace) -> int:
-    expected = _expected(asked.expect)
+    expected = _expected_counts(asked.expect)
     model, inputs = loaded(asked, on_meta=True)
     options = {"compile": "auto" if asked.times else False, **_options(asked)}
     if asked.backend is None and (asked.recipe or asked.times):
@@ -183,10 +183,10 @@ def _options(asked: argparse.Namespace) -> dict[str, Any]:
 def loaded(asked: argparse.Namespace, on_meta: bool) -> tuple[nn.Module, Inputs]:
     """Build the model and its inputs."""
     with printing_aside(), status(f"building {asked.model}"):
-        return _built(asked, on_meta)
+        return _load_model(asked, on_meta)
 
 
-def _built(asked: argparse.Namespace, on_meta: bool) -> tuple[nn.Module, Inputs]:
+def _load_model(asked: argparse.Namespace, on_meta: bool) -> tuple[nn.Module, Inputs]:
     dtype = None if asked.dtype is None else getattr(torch, asked.dtype)
     model = load(
         asked.model,
@@ -207,7 +207,9 @@ def _built(asked: argparse.Namespace, on_meta: bool) -> tuple[nn.Module, Inputs]
                 "both; leave --batch and --length out"
             )
         return model, inputs_of(asked.input, model)
-    inputs = _invented(model, asked.batch or asked.usual_batch, _length(model, asked), bool(asked.length))
+    inputs = _generate_inputs(
+        model, asked.batch or asked.usual_batch, _length(model, asked), bool(asked.length)
+    )
     is_language_model = type(model).__name__.endswith(_LANGUAGE_MODELS) and "input_ids" in inputs.kwargs
     if is_language_model and not asked.inference:
         inputs = replace(inputs, kwargs={**inputs.kwargs, "labels": inputs.kwargs["input_ids"]})
@@ -228,7 +230,7 @@ def _length(model: nn.Module, asked: argparse.Namespace) -> int:
     return asked.length or min(asked.usual_length, int(allowed))
 
 
-def _invented(model: nn.Module, batch: int, length: int, exactly: bool) -> Inputs:
+def _generate_inputs(model: nn.Module, batch: int, length: int, exactly: bool) -> Inputs:
     try:
         return invent(model, batch, length, exactly)
     except (RuntimeError, TypeError) as error:
@@ -238,7 +240,7 @@ def _invented(model: nn.Module, batch: int, length: int, exactly: bool) -> Input
         ) from error
 
 
-def _expected(told: Sequence[str]) -> dict[str, int]:
+def _expected_counts(told: Sequence[str]) -> dict[str, int]:
     expected: dict[str, int] = {}
     for rule, count in map(_expectation, told):
         if expected.setdefault(rule, count) != count:

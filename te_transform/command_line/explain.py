@@ -58,7 +58,7 @@ def _example(rule: Rule) -> tuple[list[str], tuple[str, ...], Plan | None]:
     if rule.example is None:
         return [], (), None
     for allowed in ((), _ALLOWING):
-        tried = {backend: _planned(rule, backend, allowed) for backend in ("torch", "te")}
+        tried = {backend: _plan_example(rule, backend, allowed) for backend in ("torch", "te")}
         fused = {backend: plan for backend, plan in tried.items() if plan.sites}
         if fused:
             asked = python.signature(rule.refuse).parameters
@@ -70,7 +70,7 @@ def _example(rule: Rule) -> tuple[list[str], tuple[str, ...], Plan | None]:
     )
 
 
-def _planned(rule: Rule, backend: str, allowed: tuple[str, ...]) -> Plan:
+def _plan_example(rule: Rule, backend: str, allowed: tuple[str, ...]) -> Plan:
     try:
         model, inputs = rule.example()
         options = dict.fromkeys(allowed, True)

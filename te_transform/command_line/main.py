@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     asked = _parser().parse_args(arguments)
     try:
         run = asked.run(asked)  # may import torch, which sets up its logs
-        with _quiet():
+        with _quiet_logs():
             code = run(asked)
         sys.stdout.flush()
         return code
@@ -74,7 +74,7 @@ def _with_torch(
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def _quiet_logs() -> Iterator[None]:
     """Silence the logs of torch and torchao and the warnings of dynamo, unless TORCH_LOGS is set.
 
     dynamo logs stack traces for errors that are reported as one sentence here. transformers imports torchao
@@ -150,7 +150,7 @@ def _add_profile(parser: argparse.ArgumentParser) -> None:
     _add_output(parser, "profile")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there is a GPU")
     parser.add_argument(
-        "--budget", type=_seconds, metavar="TIME", help="fail if a step takes longer, such as 120ms"
+        "--budget", type=_parse_duration, metavar="TIME", help="fail if a step takes longer, such as 120ms"
     )
     parser.add_argument("--no-plan", action="store_true", help="leave out what convert() would change")
     parser.set_defaults(run=_with_torch("run_profile", "profile_command"))
@@ -246,7 +246,7 @@ def _positive(text: str) -> int:
     return int(text)
 
 
-def _seconds(text: str) -> float:
+def _parse_duration(text: str) -> float:
     """Parse a duration such as 120ms."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?|\.\d+)\s*(us|ms|s)", text)
     if not found or not float(found[1]):

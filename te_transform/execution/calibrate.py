@@ -29,10 +29,10 @@ def calibrate(model: nn.Module, samples: Sequence[Inputs]) -> None:
         for module in model.modules():
             module.training = True
         for sample in samples:
-            _step(model, sample)
+            _run_step(model, sample)
 
 
-def _step(model: nn.Module, sample: Inputs) -> None:
+def _run_step(model: nn.Module, sample: Inputs) -> None:
     args, kwargs = sample.clone()
     with torch.enable_grad():
         loss = loss_of(model(*args, **kwargs))

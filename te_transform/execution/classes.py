@@ -164,7 +164,7 @@ def tell_of_the_option() -> None:
 for _asked in (_tell_compilers, _stays_out):
     skip_code(_asked.__code__)  # the code is not part of the user's forward
 
-_CLASSES: dict[tuple[type, frozenset[str]], type] = {}
+_SUBCLASSES: dict[tuple[type, frozenset[str]], type] = {}
 _ORIGINALS: dict[type, type] = {}
 
 
@@ -177,20 +177,22 @@ def captured_class(kind: type, skipped: frozenset[str] = frozenset()) -> type:
         ModelError: the class cannot be subclassed.
     """
     kind = _ORIGINALS.get(kind, kind)
-    if (kind, skipped) not in _CLASSES:
+    if (kind, skipped) not in _SUBCLASSES:
         named = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
         try:
-            made = type(kind.__name__, (kind,), {**_methods(kind), "__reduce_ex__": _reduce, **named})
+            made = type(
+                kind.__name__, (kind,), {**_overridden_methods(kind), "__reduce_ex__": _reduce, **named}
+            )
         except Exception as error:  # from a metaclass, or from the __init_subclass__ of a registry
             raise ModelError(
                 f"expected a class that can be subclassed, got {kind.__name__} ({error}); convert a model "
                 "that holds it, or allow subclasses"
             ) from error
-        _CLASSES[kind, skipped], _ORIGINALS[made] = made, kind
-    return _CLASSES[kind, skipped]
+        _SUBCLASSES[kind, skipped], _ORIGINALS[made] = made, kind
+    return _SUBCLASSES[kind, skipped]
 
 
-def _methods(kind: type) -> dict[str, Callable[..., Any]]:
+def _overridden_methods(kind: type) -> dict[str, Callable[..., Any]]:
     """Return the methods that the subclass of `kind` overrides."""
     is_plain = isinstance(inspect.getattr_static(kind, "forward"), (FunctionType, functools.partialmethod))
 

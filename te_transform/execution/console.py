@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import track
 
 T = TypeVar("T")
-_WIDTH = 110  # columns of as_text()
+_TEXT_COLUMNS = 110  # columns of as_text()
 # this package, the standard library, installed packages, and code without a file
 _INSTALLED = map(sysconfig.get_path, ("stdlib", "purelib", "platlib"))
 _NOT_THE_USERS = (str(Path(__file__).parents[1]), *_INSTALLED, "<")
@@ -30,7 +30,7 @@ def progress(items: Collection[T], doing: str) -> Iterator[T]:
 
 def as_text(shown: Any) -> str:
     """Return what rich prints of an object; text for logs must not depend on the terminal or notebook."""
-    plain = {"width": _WIDTH, "color_system": None, "force_terminal": False, "force_jupyter": False}
+    plain = {"width": _TEXT_COLUMNS, "color_system": None, "force_terminal": False, "force_jupyter": False}
     console = Console(file=io.StringIO(), legacy_windows=False, **plain)
     console.print(shown)
     return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())

@@ -82,7 +82,7 @@ def first_calls(
         for sample in progress(samples, "capturing"):
             outputs = call(model.train(), sample)
             if not seen.outputs:  # copies, because writes of graphs are undone at the end
-                seen.outputs = [tensor.clone() for tensor in _tensors(outputs)]
+                seen.outputs = [tensor.clone() for tensor in _output_tensors(outputs)]
             del outputs  # frees activations saved for a backward
     return seen
 
@@ -91,7 +91,7 @@ def _is_trainable(model: nn.Module) -> bool:
     return not any(parameter.is_inference() for parameter in model.parameters())
 
 
-def _tensors(outputs: Any) -> list[Tensor]:
+def _output_tensors(outputs: Any) -> list[Tensor]:
     leaves = (leaf.detach() for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor))
     return [part for leaf in leaves for part in dense_parts(leaf)]
 
@@ -106,7 +106,7 @@ def traced_otherwise(
 
     def outputs() -> list[Tensor]:
         with preserved(model, original), torch.set_grad_enabled(_is_trainable(model)):
-            return _tensors(call(model.train(), sample))
+            return _output_tensors(call(model.train(), sample))
 
     if any(tensor.is_meta for tensor in found):  # without numbers
         return None
@@ -159,10 +159,10 @@ def _off(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
     """Return the largest distance between outputs, or infinity if their numbers differ."""
     if len(found) != len(expected):
         return math.inf
-    return max(map(_difference, found, expected), default=0.0)
+    return max(map(_distance_or_share, found, expected), default=0.0)
 
 
-def _difference(one: Tensor, other: Tensor) -> float:
+def _distance_or_share(one: Tensor, other: Tensor) -> float:
     """Return the distance of two tensors; for integers, the share that differs.
 
     Rounding may change an argmax, but only for few elements.

@@ -209,11 +209,11 @@ def _is_head(graph: fx.GraphModule, node: fx.Node) -> bool:
     outs, ins = shape_of(weight)
     if outs < max(MIN_COLUMNS, 2 * ins):
         return False
-    later = _readers([node]) - {node}
+    later = _all_readers([node]) - {node}
     return not any(is_model_tensor(read) for each in later for read in each.all_input_nodes)
 
 
-def _readers(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+def _all_readers(nodes: Iterable[fx.Node]) -> set[fx.Node]:
     """Return the nodes and their transitive readers."""
     found, waiting = set(), list(nodes)
     while waiting:
@@ -228,7 +228,7 @@ def _without_others(
     graph: fx.GraphModule, heads: Sequence[fx.Node], reads: Sequence[fx.Node]
 ) -> list[fx.Node] | None:
     """Return the heads, their readers, and nodes with no other readers; None if other nodes read them too."""
-    own = _readers(heads)
+    own = _all_readers(heads)
     nodes, waiting = set(), {*own}
     for node in reversed(graph.graph.nodes):
         if node in waiting:

@@ -91,28 +91,31 @@ def _is_rewritten(plan: Plan, site: Site) -> bool:
     if isinstance(site.fused, plain.DotProductAttention):
         return site.fused.written_out
     if site.is_product:
-        return any(len(part.meta["spelled"]) > 1 for part in _parts(plan, _names_in(plan, site)))
+        return any(
+            len(part.meta["spelled"]) > 1
+            for part in _norms_and_activations(plan, _replaced_names(plan, site))
+        )
     return not isinstance(site.fused, _IN_AS_MANY)
 
 
-def _parts(plan: Plan, names: Collection[str]) -> Iterator[fx.Node]:
+def _norms_and_activations(plan: Plan, names: Collection[str]) -> Iterator[fx.Node]:
     """Return the norms and activations among the captured nodes with these names."""
     found = (node for node in plan.before.nodes if node.target in _SINGLE)
     return (node for node in found if node.meta.get("origin") in names)
 
 
-def _names_in(plan: Plan, site: Site) -> set[str]:
+def _replaced_names(plan: Plan, site: Site) -> set[str]:
     """Return the names of the captured nodes that a site replaces."""
-    inside, _ = edit.needed(*_ends(plan, site))
+    inside, _ = edit.needed(*_captured_ends(plan, site))
     return {node.name for node in inside}
 
 
 def _in_order(plan: Plan, without: Collection[Site]) -> list[Site]:
-    sites = (site for site in plan.sites if site not in without and not _changes_nothing(site))
+    sites = (site for site in plan.sites if site not in without and not _is_single_linear(site))
     return sorted(sites, key=lambda site: site.node)
 
 
-def _changes_nothing(site: Site) -> bool:
+def _is_single_linear(site: Site) -> bool:
     """Return True if the site is a single linear in plain PyTorch, which equals the captured operation."""
     return type(site.fused) is plain.Linear and len(site.weights[0]) == 1
 
@@ -124,11 +127,11 @@ def reference(plan: Plan, site: Site) -> tuple[fx.GraphModule, tuple[fx.Node, ..
         A module of these operations, which returns a tuple of the site's outputs, and the captured nodes that
         are its arguments: the site's inputs, and nodes that are read only for their dtype or shape.
     """
-    outputs, inputs = _ends(plan, site)
+    outputs, inputs = _captured_ends(plan, site)
     return edit.extract(plan.captured, outputs, inputs | edit.read_aside(outputs, inputs))
 
 
-def _ends(plan: Plan, site: Site) -> tuple[list[fx.Node], set[fx.Node]]:
+def _captured_ends(plan: Plan, site: Site) -> tuple[list[fx.Node], set[fx.Node]]:
     """Return the captured nodes of the site's outputs and of its inputs."""
     captured = {node.name: node for node in plan.captured.graph.nodes}
     outputs = [captured[node.meta["origin"]] for node in site.outputs]
@@ -258,7 +261,7 @@ class _Lowering:
             self.stands[canonical.meta["origin"]] = new
             self.added[new] = None
             edit.replace_uses(old, new)
-        edit.erase_cascade(self.graph, outputs.values(), _names_in(self.plan, site), staying=self.added)
+        edit.erase_cascade(self.graph, outputs.values(), _replaced_names(self.plan, site), staying=self.added)
 
     def _place_of(self, site: Site, outputs: Collection[fx.Node]) -> fx.Node:
         """Return the first output, or the last output if an input of the site comes after the first."""
@@ -268,8 +271,8 @@ class _Lowering:
 
     def put_parts(self, site: Site) -> None:
         """Compute each norm and activation of the site by one operation."""
-        inside = _names_in(self.plan, site)
-        for part in _parts(self.plan, inside - self.put_already):
+        inside = _replaced_names(self.plan, site)
+        for part in _norms_and_activations(self.plan, inside - self.put_already):
             name = part.meta["origin"]
             self.put_already.add(name)
             if len(part.meta["spelled"]) == 1:

@@ -18,7 +18,7 @@ from torch.utils._device import DeviceContext
 
 _aside: ContextVar[tuple[GraphMode, ...]] = ContextVar("_aside", default=())
 # Every dropout of torch.nn and torch.nn.functional calls one of these functions of torch._VF.
-_DROPOUTS = (
+_RANDOM_NAMES = (
     "dropout", "dropout_", "alpha_dropout", "alpha_dropout_",
     "feature_dropout", "feature_dropout_", "feature_alpha_dropout", "feature_alpha_dropout_",
 )  # fmt: skip
@@ -88,11 +88,11 @@ def _dropouts_in_modes() -> Iterator[None]:
 
     Dynamo captures F.dropout as one operation and does not trace its body, so captures do not change.
     """
-    vars(_VF).update({name: _in_modes(getattr(_VF, name)) for name in _DROPOUTS})
+    vars(_VF).update({name: _in_modes(getattr(_VF, name)) for name in _RANDOM_NAMES})
     try:
         yield
     finally:
-        for name in _DROPOUTS:  # getattr falls back to torch's functions
+        for name in _RANDOM_NAMES:  # getattr falls back to torch's functions
             vars(_VF).pop(name, None)
 
 

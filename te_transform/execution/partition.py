@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 FEWEST = 24  # the minimum number of layers of a graph that is compiled layer by layer
 
 CompilePiece = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
-_LAYER = re.compile(r"(?:[^.]+\.)*?\d+(?=\.|$)")
+_LAYER_PATH = re.compile(r"(?:[^.]+\.)*?\d+(?=\.|$)")
 
 
 def in_pieces(
@@ -63,7 +63,7 @@ def in_pieces(
     """
     placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
     given = dict(zip(placeholders, arguments, strict=True))
-    pieces = _pieces(graph, given, bucket)
+    pieces = _cut_into_pieces(graph, given, bucket)
     if pieces is None:
         return None
     try:
@@ -77,7 +77,9 @@ def in_pieces(
     return runner(graph, pieces, joined_anew)
 
 
-def _pieces(graph: fx.GraphModule, given: Mapping[fx.Node, Any], bucket: int | None) -> list[Piece] | None:
+def _cut_into_pieces(
+    graph: fx.GraphModule, given: Mapping[fx.Node, Any], bucket: int | None
+) -> list[Piece] | None:
     """Return the pieces of a graph, or None if it has no pieces or must not be cut.
 
     Each marked layer is a piece, and so are the operations between layers. Without marks, a deep graph is cut
@@ -105,8 +107,8 @@ def _writes_to_inputs(piece: Piece) -> bool:
 
 
 def _unmarked(nodes: Sequence[fx.Node], given: Mapping[fx.Node, Any], bucket: int | None) -> Runs:
-    runs = [list(run) for _, run in groupby(nodes, _layer)]
-    if len({_layer(run[0]) for run in runs} - {""}) < FEWEST:
+    runs = [list(run) for _, run in groupby(nodes, _layer_of)]
+    if len({_layer_of(run[0]) for run in runs} - {""}) < FEWEST:
         runs = [] if bucket is None else _by_bytes(nodes, given, bucket)
     return [(run, None) for run in runs]
 
@@ -117,7 +119,7 @@ def _by_bytes(nodes: Sequence[fx.Node], given: Mapping[fx.Node, Any], bucket: in
     Returns:
         The runs in order, or nothing if there is a single run.
     """
-    places, gradients = _places(nodes), _gradients(nodes, given)
+    places, gradients = _cut_positions(nodes), _first_read_bytes(nodes, given)
     cuts, waiting = [len(nodes)], 0
     for place in reversed(range(len(nodes))):
         waiting += gradients[place]
@@ -128,7 +130,7 @@ def _by_bytes(nodes: Sequence[fx.Node], given: Mapping[fx.Node, Any], bucket: in
     return [[*nodes[start:stop]] for start, stop in pairwise([0, *cuts[-2::-1]])]
 
 
-def _places(nodes: Sequence[fx.Node]) -> set[int]:
+def _cut_positions(nodes: Sequence[fx.Node]) -> set[int]:
     """Return the indices where operations may be cut: between layers, and inside the first layer.
 
     A layer is a numbered module with submodules, but not an activation in an nn.Sequential. Little is left to
@@ -136,10 +138,10 @@ def _places(nodes: Sequence[fx.Node]) -> set[int]:
     positions that pass on no more bytes than its ends. At a cut, the compiler cannot fuse a sum with the next
     norm.
     """
-    layers = {_layer(node) for node in nodes if _layer(node) != path_of(node)} - {""}
-    sizes = [len([*run]) for _, run in groupby(nodes, lambda node: layers & {_layer(node)})]
+    layers = {_layer_of(node) for node in nodes if _layer_of(node) != path_of(node)} - {""}
+    sizes = [len([*run]) for _, run in groupby(nodes, lambda node: layers & {_layer_of(node)})]
     starts = [*accumulate(sizes, initial=0)]
-    first = next((run for run in pairwise(starts) if _layer(nodes[run[0]]) in layers), (0, 0))
+    first = next((run for run in pairwise(starts) if _layer_of(nodes[run[0]]) in layers), (0, 0))
     handed_on = _handed_on(nodes)
     most = max(handed_on[place] for place in first)
     return {*starts, *(place for place in range(*first) if handed_on[place] <= most)}
@@ -156,7 +158,7 @@ def _handed_on(nodes: Sequence[fx.Node]) -> list[float]:
     return handed_on
 
 
-def _gradients(nodes: Iterable[fx.Node], given: Mapping[fx.Node, Any]) -> list[int]:
+def _first_read_bytes(nodes: Iterable[fx.Node], given: Mapping[fx.Node, Any]) -> list[int]:
     """Return the bytes of trained tensors that each operation is the first to read.
 
     The backward of the first reader completes the gradient of a tensor.
@@ -176,9 +178,9 @@ def _puts_settings_back(run: Sequence[fx.Node]) -> bool:
     return len(recorded) == len(switched) and recorded[-1:] in ([], [torch.is_grad_enabled()])
 
 
-def _layer(node: fx.Node) -> str:
+def _layer_of(node: fx.Node) -> str:
     """Return the path of the numbered module of an operation, "" without one."""
-    found = _LAYER.match(path_of(node))
+    found = _LAYER_PATH.match(path_of(node))
     return found.group() if found else ""
 
 
@@ -190,7 +192,7 @@ def _compile(pieces: Sequence[Piece], values: dict[fx.Node, Any], compile: Compi
     for piece in pieces:
         begin(piece, values)
         given = [values[node] for node in piece.inputs]
-        key = structure(piece.module), tuple(map(_kind, given))
+        key = structure(piece.module), tuple(map(_compiled_properties, given))
         if key not in made:
             made[key] = compile(piece.module, [as_leaf(each) for each in given])
         piece.run = made[key]
@@ -215,7 +217,7 @@ def as_leaf(held: Any) -> Any:
     return held.detach().requires_grad_(held.requires_grad) if isinstance(held, Tensor) else held
 
 
-def _kind(held: Any) -> Any:
+def _compiled_properties(held: Any) -> Any:
     """Return the properties of a value that compiled code depends on."""
     if not isinstance(held, Tensor):
         return held

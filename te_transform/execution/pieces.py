@@ -54,13 +54,13 @@ def cut_pieces(graph: fx.GraphModule, runs: Runs) -> list[Piece]:
         results = outputs if marks is None else [marks[1].args[0]]
         module, inputs = edit.cut_out(graph, run, results)
         pieces.append(Piece(module, inputs, outputs if marks is None else marks[1:], marks))
-    last = {node: piece for piece in pieces for node in _read(piece)}
+    last = {node: piece for piece in pieces for node in _piece_inputs(piece)}
     for node in {*last} - {*returned(graph.graph)}:
         last[node].dead = (*last[node].dead, node)
     return pieces
 
 
-def _read(piece: Piece) -> list[fx.Node]:
+def _piece_inputs(piece: Piece) -> list[fx.Node]:
     return [*piece.inputs, *(() if piece.marks is None else (*piece.marks[:1], piece.marks[0].args[0]))]
 
 

@@ -14,7 +14,7 @@ from te_transform.execution.modes import GraphMode
 # callback(parameter, transposed, x, weight, bias, compute) -> the tensor to use instead of compute()
 Callback = Callable[[Tensor, bool, Tensor, Tensor, Tensor | None, Callable[[], Tensor]], Tensor]
 
-_PRODUCTS = {torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__}
+_MATMULS = {torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__}
 _ADDED = {torch.addmm, Tensor.addmm}
 _HIDING = {F.multi_head_attention_forward}  # one call contains its products
 
@@ -42,7 +42,7 @@ class Products(GraphMode):
         def compute() -> Any:
             return func(*args, **(kwargs or {}))
 
-        found = _operands(func, args, kwargs or {})
+        found = _product_tensors(func, args, kwargs or {})
         if found is None:
             return compute()
         x, weight, bias = found
@@ -60,12 +60,14 @@ class Products(GraphMode):
         return self.wanted.get(id(base if whole else weight))
 
 
-def _operands(func: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor | None] | None:
+def _product_tensors(
+    func: Any, args: tuple, kwargs: dict[str, Any]
+) -> tuple[Tensor, Tensor, Tensor | None] | None:
     """Return input, weight and bias of a matrix product, or None for other calls."""
     if func is F.linear:
         named = dict(zip(("input", "weight", "bias"), args, strict=False)) | kwargs
         return named["input"], named["weight"], named.get("bias")
-    if func in _PRODUCTS and len(args) == 2 and not kwargs and args[1].dim() == 2:
+    if func in _MATMULS and len(args) == 2 and not kwargs and args[1].dim() == 2:
         return *args, None
     if func in _ADDED and len(args) == 3 and not kwargs and args[0].dim() == 1:
         return args[1], args[2], args[0]

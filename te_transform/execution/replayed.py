@@ -127,14 +127,14 @@ class Replayed:
             everyone = list(_ALL)
         for each in everyone:  # if parameters moved, this graph may replace an older one
             each.forget_moved()
-        why = _unfit(arguments)
+        why = _why_not_recorded(arguments)
         if not signature.writes <= {*self.function.changes}:
             why = "it writes to tensors that its operations do not name"
         why = self.function.agreed(why)
         if why is None:
             try:
                 with status("recording CUDA graphs"), _RECORDING:
-                    signature.graphs, why = _recorded(self.function, signature, arguments)
+                    signature.graphs, why = _record_and_compare(self.function, signature, arguments)
             except Exception as error:
                 why = _why(error)
         if why is not None:
@@ -169,7 +169,7 @@ def _is_recorded_by_others() -> bool:
     return recorded() or saving_hooks() or in_backward()
 
 
-def _unfit(arguments: Sequence[Any]) -> str | None:
+def _why_not_recorded(arguments: Sequence[Any]) -> str | None:
     """Return why a call with such arguments cannot be recorded, or None."""
     devices = set()
     for argument in arguments:
@@ -184,7 +184,7 @@ def _unfit(arguments: Sequence[Any]) -> str | None:
     return None if len(devices) == 1 else f"it reads tensors on {len(devices)} GPUs"
 
 
-def _recorded(
+def _record_and_compare(
     function: Function, signature: CallSignature, arguments: Sequence[Any]
 ) -> tuple[GraphRecording | None, str | None]:
     """Record a call and compare it with the function. Returns the recording, or why there is none."""

@@ -21,7 +21,7 @@ from te_transform.execution.graph_version import GraphVersion
 from te_transform.graph.nodes import shape_of, value
 
 _GAINS_NOTHING = "a graph without gated MLPs, which is as fast as captured"
-_UNKNOWN = "the sizes of the call depend on its values"
+_DATA_DEPENDENT = "the sizes of the call depend on its values"
 _KNOWN = 4096  # the maximum number of cached sizes; generation adds one per length
 
 
@@ -84,7 +84,7 @@ class SmallBatch:
             return None
         sizes = tuple(arguments[place] for place in self.symbols)
         if not all(isinstance(size, int) for size in sizes):  # sizes of nested and fake tensors are symbols
-            return _UNKNOWN
+            return _DATA_DEPENDENT
         if sizes not in self.rows:
             if len(self.rows) >= _KNOWN:
                 self.rows.clear()
@@ -112,7 +112,7 @@ class SmallBatch:
     def _rows(self, sizes: Sequence[int]) -> list[RowWork] | None:
         """Return the work of the products at these sizes, or None if it depends on the data."""
         known = dict(zip(self.symbols.values(), sizes, strict=True))
-        found = [each._replace(rows=_number(each.rows, known)) for each in self.work]
+        found = [each._replace(rows=_known_size(each.rows, known)) for each in self.work]
         return None if any(each.rows is None for each in found) else found
 
 
@@ -121,7 +121,7 @@ def _expression(size: int | torch.SymInt) -> Any:
     return size.node.expr if isinstance(size, torch.SymInt) else size
 
 
-def _number(expression: Any, known: dict[Any, int]) -> int | None:
+def _known_size(expression: Any, known: dict[Any, int]) -> int | None:
     """Return the value of an expression, or None if it depends on the data."""
     if isinstance(expression, int):
         return expression

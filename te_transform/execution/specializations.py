@@ -29,9 +29,9 @@ from te_transform.plan.options import Options
 # The maximum number of specializations of a graph. Each takes seconds to minutes. Later calls run uncompiled.
 MAX_SPECIALIZATIONS = 8
 
-_SEEN = "a mode sees its operations, which a compiled graph does not call"
+_SEEN_BY_MODE = "a mode sees its operations, which a compiled graph does not call"
 _TRANSFORMED = "a function transform or forward-mode differentiation is on"
-_OBSERVED = "verify() or the conversion observes the call"
+_OBSERVED_CALL = "verify() or the conversion observes the call"
 _REPEATED = "a checkpoint repeats a call that ran fused, or it is reentrant"
 _ACCUMULATED = "in accumulate(), kernels add gradients to buffers"
 _UNREADY = "its matrix products have no scales for these weights yet"
@@ -133,11 +133,11 @@ class Specializations:
     def refuse(self, call: CallContext) -> str | None:
         """Return why no specialization can run the call, regardless of its arguments."""
         if call.is_observed:
-            return _OBSERVED
+            return _OBSERVED_CALL
         if call.is_transformed:
             return _TRANSFORMED
         if call.is_seen:
-            return _SEEN
+            return _SEEN_BY_MODE
         return None if self.never is None else self.tell(self.never)
 
     def precision(self) -> tuple[Any, Any]:

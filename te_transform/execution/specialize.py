@@ -132,7 +132,7 @@ class Specialized:
         self.weights = {
             site: [node.args[place] for place in site.fused.PRODUCTS] for site, node in self.products.items()
         }
-        self.trained = {site: _is_trained(site, node) for site, node in self.products.items()}
+        self.trained = {site: _product_has_backward(site, node) for site, node in self.products.items()}
         masks = [node for node in nodes if isinstance(self._module(node), MaskOp)]
         read = {node for held in self.weights.values() for node in held}
         joins = {node for node in nodes if isinstance(self._module(node), Join)}
@@ -194,7 +194,7 @@ class Specialized:
         ]
 
 
-def _is_trained(site: Site, call: fx.Node) -> bool:
+def _product_has_backward(site: Site, call: fx.Node) -> bool:
     """Return True if the product has a backward when gradients are recorded."""
     nodes = (call.args[0], *(node for weight in site.weights for node in weight))
     return any(value(node).requires_grad for node in nodes)

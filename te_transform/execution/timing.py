@@ -76,11 +76,11 @@ def seconds_of(model: nn.Module, sample: Inputs) -> float:
             step()
         times: list[float] = []
         while len(times) < 3 or sum(times) * CALLS < SECONDS:
-            times.append(_seconds(step) / CALLS)
+            times.append(_time_calls(step) / CALLS)
     return statistics.median(times)
 
 
-def _seconds(step: Callable[[], None]) -> float:
+def _time_calls(step: Callable[[], None]) -> float:
     _wait()
     start = time.perf_counter()
     for _ in range(CALLS):

@@ -98,7 +98,11 @@ class Trials:
         if looked_at or call.is_recorded or is_repeated or accumulating or call.is_deterministic:
             return None
         # contents of lists and caches are ignored: this lookup runs in each call
-        kinds = *map(_kind, call.args), *call.kwargs, *map(_kind, call.kwargs.values())
+        kinds = (
+            *map(_argument_properties, call.args),
+            *call.kwargs,
+            *map(_argument_properties, call.kwargs.values()),
+        )
         autocast = torch._C._is_any_autocast_enabled()
         key = (call.module.training, call.records_gradients, autocast, kinds)
         trial = self.trials.get(key)
@@ -157,7 +161,7 @@ def seconds(began: Any, ended: Any) -> float:
     return began.elapsed_time(ended) / 1e3
 
 
-def _kind(given: Any) -> Any:
+def _argument_properties(given: Any) -> Any:
     """Return a hashable key of an argument.
 
     Sizes of tensor subclasses may be symbols without a hash, and the user's values may have no hash either.

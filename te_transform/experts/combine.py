@@ -34,7 +34,7 @@ def combine_rows(
         from te_transform.experts import combine_kernel
 
         return combine_kernel.combine_rows(*_without_gaps(y, places, weights, bias, experts))
-    rows = _read(y, places, bias, experts)
+    rows = _gathered_rows(y, places, bias, experts)
     return (rows if weights is None else rows * weights.float().unsqueeze(-1)).sum(1).to(y.dtype)
 
 
@@ -50,14 +50,14 @@ def combine_backward(
     wide = grad.float().unsqueeze(1)
     rows = torch.empty_like(y)
     rows[places] = (wide * weights.float().unsqueeze(-1)).to(y.dtype)
-    return rows, (wide * _read(y, places, bias, experts)).sum(-1).to(weights.dtype)
+    return rows, (wide * _gathered_rows(y, places, bias, experts)).sum(-1).to(weights.dtype)
 
 
 def _without_gaps(*tensors: Tensor | None) -> list[Tensor | None]:
     return [None if tensor is None else tensor.contiguous() for tensor in tensors]
 
 
-def _read(y: Tensor, places: Tensor, bias: Tensor | None, experts: Tensor | None) -> Tensor:
+def _gathered_rows(y: Tensor, places: Tensor, bias: Tensor | None, experts: Tensor | None) -> Tensor:
     return y[places].float() if bias is None else y[places].float() + bias[experts].float()
 
 

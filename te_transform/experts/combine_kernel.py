@@ -31,7 +31,7 @@ def _combine_rows(y, places, weights, bias, experts, out, width, HAS_WEIGHTS: tl
 
 
 @triton.jit
-def _gradients_of_rows(grad, y, places, weights, bias, experts, grad_y, grad_weights, width,
+def _combine_gradients(grad, y, places, weights, bias, experts, grad_y, grad_weights, width,
                        HAS_BIAS: tl.constexpr, CHOICES: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
     at = tl.program_id(0).to(tl.int64)
     row, weight = tl.load(places + at), tl.load(weights + at).to(tl.float32)
@@ -54,7 +54,7 @@ def combine_rows(
 ) -> Tensor:
     """Run combine.combine() on contiguous tensors."""
     (tokens, choices), width = places.shape, y.shape[-1]
-    out, columns = y.new_empty(tokens, width), _columns(width)
+    out, columns = y.new_empty(tokens, width), _program_columns(width)
     held = (y if tensor is None else tensor for tensor in (weights, bias, experts))
     given = y, places, *held, out, width
     how = {"HAS_WEIGHTS": weights is not None, "HAS_BIAS": bias is not None, "CHOICES": choices}
@@ -71,11 +71,11 @@ def combine_backward(
     grad_y, grad_weights = torch.empty_like(y), torch.empty_like(weights)
     held = (y if tensor is None else tensor for tensor in (bias, experts))
     given = grad, y, places, weights, *held, grad_y, grad_weights, width
-    how = {"HAS_BIAS": bias is not None, "CHOICES": places.shape[-1], "COLUMNS": _columns(width)}
+    how = {"HAS_BIAS": bias is not None, "CHOICES": places.shape[-1], "COLUMNS": _program_columns(width)}
     with torch.cuda.device(y.device):
-        _gradients_of_rows[places.numel(),](*given, **how)
+        _combine_gradients[places.numel(),](*given, **how)
     return grad_y, grad_weights
 
 
-def _columns(width: int) -> int:
+def _program_columns(width: int) -> int:
     return min(MOST_PROGRAM_COLUMNS, triton.next_power_of_2(width))

@@ -28,7 +28,7 @@ from te_transform.graph.nodes import (
 )
 from te_transform.graph.pattern import Call, Each, Match, Var
 
-_RESHAPES = ("reshape", "view", "flatten")
+_RESHAPE_NAMES = ("reshape", "view", "flatten")
 
 
 def drop_false_masks(graph: fx.Graph) -> None:
@@ -48,7 +48,7 @@ def drop_false_masks(graph: fx.Graph) -> None:
 
     for node in graph.nodes:
         in_place = node in wrote
-        if _changes_nothing(node, is_kept) and (in_place or _may_be_its_source(node, storage, wrote)):
+        if _has_no_effect(node, is_kept) and (in_place or _may_be_its_source(node, storage, wrote)):
             edit.replace_uses(node, node.args[0])
             edit.erase_cascade(graph, [node], {node.name})
         elif in_place:
@@ -68,7 +68,7 @@ def _may_be_its_source(node: fx.Node, storage: Storage, wrote: Iterable[fx.Node]
     return is_alike and not any(both & other for other in seen)
 
 
-def _changes_nothing(node: fx.Node, is_kept: Callable[[fx.Node], bool]) -> bool:
+def _has_no_effect(node: fx.Node, is_kept: Callable[[fx.Node], bool]) -> bool:
     """Return True if `node` fills under a mask that is always false, or clamps to the existing experts.
 
     `is_kept` returns True for a value that no write has changed.
@@ -76,7 +76,7 @@ def _changes_nothing(node: fx.Node, is_kept: Callable[[fx.Node], bool]) -> bool:
     name, given = called(node), node.args
     if name in ("masked_fill", "masked_fill_") and len(given) == 3 and is_number(given[2]):
         is_whole = same_shape(shape_of(node), shape_of(given[0]))
-        mask = _source(given[1]) if called(given[1]) == "unsqueeze" else given[1]
+        mask = _first_argument(given[1]) if called(given[1]) == "unsqueeze" else given[1]
         is_compared = is_tensor_node(mask) and called(mask) == "ge" and len(mask.args) == 2
         return is_whole and is_compared and is_kept(given[1]) and _are_below(*mask.args, is_kept)
     if name in ("clamp", "clamp_") and len(given) == 1 and node.kwargs.keys() == {"max"}:
@@ -84,7 +84,7 @@ def _changes_nothing(node: fx.Node, is_kept: Callable[[fx.Node], bool]) -> bool:
     return False
 
 
-def _source(node: fx.Node) -> Any:
+def _first_argument(node: fx.Node) -> Any:
     """Return the first positional argument of a call, or None if there is none."""
     return node.args[0] if node.args else None
 
@@ -97,12 +97,12 @@ def _are_below(choices: fx.Node, number: int, is_kept: Callable[[fx.Node], bool]
 def _chosen(choices: fx.Node, is_kept: Callable[[fx.Node], bool]) -> fx.Node | None:
     """Return the topk indices that `choices` was reordered or reshaped from, or None."""
     while isinstance(choices, fx.Node) and is_kept(choices):
-        source = _source(choices)
+        source = _first_argument(choices)
         if choices.target is operator.getitem and called(source) == "topk":
             return choices if choices.args[1] == 1 and _router_width(choices) else None
         if choices.target is operator.getitem and called(source) == "sort" and choices.args[1] == 0:
-            choices = _source(source)
-        elif called(choices) in _RESHAPES or choices.target is ops.in_order:
+            choices = _first_argument(source)
+        elif called(choices) in _RESHAPE_NAMES or choices.target is ops.in_order:
             choices = source
         else:
             break
@@ -112,7 +112,7 @@ def _chosen(choices: fx.Node, is_kept: Callable[[fx.Node], bool]) -> fx.Node | N
 def _router_width(choices: fx.Node) -> int:
     """Return the number of experts that topk chooses from, or 0 if its dimension is not the last."""
     topk = choices.args[0]
-    scores, dim = _source(topk), topk.kwargs.get("dim", topk.args[2] if len(topk.args) > 2 else -1)
+    scores, dim = _first_argument(topk), topk.kwargs.get("dim", topk.args[2] if len(topk.args) > 2 else -1)
     *lead, width = shape_of(scores) if is_tensor_node(scores) and shape_of(scores) else (0,)
     return width if dim in (-1, len(lead)) and type(width) is int else 0
 
@@ -144,20 +144,23 @@ def _sorted(node: fx.Node, is_kept: Callable[[fx.Node], bool]) -> fx.Node | None
     if called(sort) != "sort" or len(sort.args) != 1 or {*sort.kwargs} - {"stable"} or not is_kept(node):
         return None
     flat = sort.args[0]
-    experts = flat.args[0] if called(flat) in _RESHAPES and len(shape_of(flat)) == 1 else None
+    experts = flat.args[0] if called(flat) in _RESHAPE_NAMES and len(shape_of(flat)) == 1 else None
     is_choice = is_tensor_node(experts) and len(shape_of(experts)) == 2
     return experts if is_choice and _chosen(experts, is_kept) is experts else None
 
 
 def _counted(node: fx.Node, is_kept: Callable[[fx.Node], bool]) -> tuple[fx.Node, int] | None:
     """Return the choices that a cumulative sum counts per expert, and the number of experts."""
-    counts = _source(node)
+    counts = _first_argument(node)
     is_count = is_tensor_node(counts) and called(counts) == "histc" and is_kept(counts)
     if not is_count or dtype_of(counts).itemsize < 4 or node.kwargs != {"dim": 0, "dtype": torch.int32}:
         return None  # 16-bit counts are rounded
-    values, (bins, least, most) = _source(counts), (counts.kwargs.get(k) for k in ("bins", "min", "max"))
+    values, (bins, least, most) = (
+        _first_argument(counts),
+        (counts.kwargs.get(k) for k in ("bins", "min", "max")),
+    )
     if is_tensor_node(values) and (values.target is ops.cast or called(values) in ("int", "float")):
-        values = _source(values)
+        values = _first_argument(values)
     is_every = type(bins) is int and (least, most) == (0, bins - 1)
     experts = _chosen(values, is_kept) if is_every else None
     is_choice = experts is not None and len(shape_of(experts)) == 2 and _are_below(experts, bins, is_kept)
@@ -174,7 +177,7 @@ def _combine(graph: fx.Graph, match: Match) -> tuple[Callable, tuple] | None:
     y, experts, flat, numbers = (match.bound[name] for name in ("y", "experts", "flat", "numbers"))
     if any(node.meta["region"] != match.root.meta["region"] for node in (flat, numbers)):
         return None  # a write may have changed them
-    weights = _source(flat) if called(flat) in _RESHAPES else None
+    weights = _first_argument(flat) if called(flat) in _RESHAPE_NAMES else None
     if weights is None or not same_shape(shape_of(weights), shape_of(experts)):
         return None
     by_token = (*shape_of(experts), *shape_of(y)[-1:])
@@ -186,15 +189,15 @@ def _combine(graph: fx.Graph, match: Match) -> tuple[Callable, tuple] | None:
 
 
 _ORDER = Call(ops.by_expert, Var("experts"), role="order")
-_WEIGHT = Call(torch.unsqueeze, Call(operator.getitem, Var("flat", is_tensor_node), _ORDER), -1)
-_WEIGHTED = Call(torch.mul, Var("y", is_tensor_node), _WEIGHT)
+_CHOICE_WEIGHT = Call(torch.unsqueeze, Call(operator.getitem, Var("flat", is_tensor_node), _ORDER), -1)
+_WEIGHTED = Call(torch.mul, Var("y", is_tensor_node), _CHOICE_WEIGHT)
 _INVERSE = Call(torch.index_put, Call(torch.empty_like, _ORDER), Each(_ORDER), Var("numbers", is_tensor_node))
 _ROWS = Call(torch.reshape, Call(operator.getitem, _WEIGHTED, _INVERSE), role="rows")
-_SUMMED = Call(torch.sum, _ROWS, -2, False)
+_SUMMED_ROWS = Call(torch.sum, _ROWS, -2, False)
 
-_SPELLINGS = (
-    Spelling(Call(ops.cast, _SUMMED), _combine),
-    Spelling(_SUMMED, _combine),
+_EXPERT_SPELLINGS = (
+    Spelling(Call(ops.cast, _SUMMED_ROWS), _combine),
+    Spelling(_SUMMED_ROWS, _combine),
     Spelling(
         Call(
             operator.getitem,
@@ -204,4 +207,4 @@ _SPELLINGS = (
         _dispatch,
     ),
 )
-FORMS = Forms(_SPELLINGS, spell=spell_routing, prepare=drop_false_masks)
+FORMS = Forms(_EXPERT_SPELLINGS, spell=spell_routing, prepare=drop_false_masks)

@@ -39,7 +39,7 @@ def gated(hidden: Tensor, bias: Tensor | None, groups: Tensor, gate: Gate) -> Te
         from te_transform.experts import gated_kernel
 
         return gated_kernel.gated(hidden, bias, groups, *gate)
-    first, beside = _parts(hidden, bias, groups, gate)
+    first, beside = _gate_and_up(hidden, bias, groups, gate)
     first, beside = first.clamp(max=gate.limit), beside.clamp(-gate.limit, gate.limit)
     return (first * (gate.slope * first).sigmoid() * (beside + gate.offset)).to(hidden.dtype)
 
@@ -50,7 +50,7 @@ def gated_backward(grad: Tensor, hidden: Tensor, bias: Tensor | None, groups: Te
         from te_transform.experts import gated_kernel
 
         return gated_kernel.gated_backward(grad.contiguous(), hidden, bias, groups, *gate)
-    first, beside = _parts(hidden, bias, groups, gate)
+    first, beside = _gate_and_up(hidden, bias, groups, gate)
     counts, beside_counts = first <= gate.limit, beside.abs() <= gate.limit
     first, beside = first.clamp(max=gate.limit), beside.clamp(-gate.limit, gate.limit)
     share = (gate.slope * first).sigmoid()
@@ -63,7 +63,7 @@ def gated_backward(grad: Tensor, hidden: Tensor, bias: Tensor | None, groups: Te
     return joined.to(hidden.dtype)
 
 
-def _parts(hidden: Tensor, bias: Tensor | None, groups: Tensor, gate: Gate) -> tuple[Tensor, Tensor]:
+def _gate_and_up(hidden: Tensor, bias: Tensor | None, groups: Tensor, gate: Gate) -> tuple[Tensor, Tensor]:
     wide = hidden.float() if bias is None else hidden.float() + bias[groups].float()
     return (wide[:, ::2], wide[:, 1::2]) if gate.pairs else wide.chunk(2, -1)
 

@@ -35,7 +35,7 @@ def _load_biased(hidden, bias, groups, row, columns, width, HAS_BIAS: tl.constex
 
 
 @triton.jit
-def _clamped(first, beside, limit):
+def _clamp_in_kernel(first, beside, limit):
     first = tl.minimum(first, limit, propagate_nan=tl.PropagateNan.ALL)
     beside = tl.minimum(beside, limit, propagate_nan=tl.PropagateNan.ALL)
     return first, tl.maximum(beside, -limit, propagate_nan=tl.PropagateNan.ALL)
@@ -47,13 +47,13 @@ def _gated_rows(hidden, bias, groups, out, width, slope, limit, offset, HAS_BIAS
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     first, beside = _load_biased(hidden, bias, groups, row, columns, width, HAS_BIAS, PAIRS)
-    first, beside = _clamped(first, beside, limit)
+    first, beside = _clamp_in_kernel(first, beside, limit)
     made = first * tl.sigmoid(slope * first) * (beside + offset)
     tl.store(out + row * width + columns, made.to(out.dtype.element_ty), mask=columns < width)
 
 
 @triton.jit
-def _gradients_of_rows(grad, hidden, bias, groups, out, width, slope, limit, offset, HAS_BIAS: tl.constexpr,
+def _gate_gradients(grad, hidden, bias, groups, out, width, slope, limit, offset, HAS_BIAS: tl.constexpr,
                        PAIRS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -61,7 +61,7 @@ def _gradients_of_rows(grad, hidden, bias, groups, out, width, slope, limit, off
     given = tl.load(grad + row * width + columns, mask=inside, other=0.0).to(tl.float32)
     first, beside = _load_biased(hidden, bias, groups, row, columns, width, HAS_BIAS, PAIRS)
     counts, beside_counts = first <= limit, tl.abs(beside) <= limit
-    first, beside = _clamped(first, beside, limit)
+    first, beside = _clamp_in_kernel(first, beside, limit)
     share = tl.sigmoid(slope * first)
     of_first = given * share * (1 + slope * first * (1 - share)) * (beside + offset)
     of_first = tl.where(counts, of_first, 0.0).to(out.dtype.element_ty)
@@ -78,23 +78,29 @@ def _gradients_of_rows(grad, hidden, bias, groups, out, width, slope, limit, off
 def gated(hidden: Tensor, bias: Tensor | None, groups: Tensor, *gate: Any) -> Tensor:
     """Run gated.gated() on a contiguous `hidden`."""
     out = hidden.new_empty(len(hidden), hidden.shape[-1] // 2)
-    _run(_gated_rows, (hidden, _held(bias, hidden), groups, out), out.shape, bias is not None, *gate)
+    _launch_gate(
+        _gated_rows,
+        (hidden, _bias_or_stand_in(bias, hidden), groups, out),
+        out.shape,
+        bias is not None,
+        *gate,
+    )
     return out
 
 
 def gated_backward(grad: Tensor, hidden: Tensor, bias: Tensor | None, groups: Tensor, *gate: Any) -> Tensor:
     """Run gated.gated_backward() on a contiguous gradient and `hidden`."""
     out = torch.empty_like(hidden)
-    given = grad, hidden, _held(bias, hidden), groups, out
-    _run(_gradients_of_rows, given, grad.shape, bias is not None, *gate)
+    given = grad, hidden, _bias_or_stand_in(bias, hidden), groups, out
+    _launch_gate(_gate_gradients, given, grad.shape, bias is not None, *gate)
     return out
 
 
-def _held(bias: Tensor | None, hidden: Tensor) -> Tensor:
+def _bias_or_stand_in(bias: Tensor | None, hidden: Tensor) -> Tensor:
     return hidden if bias is None else bias.contiguous()
 
 
-def _run(
+def _launch_gate(
     kernel: triton.JITFunction,
     tensors: tuple[Tensor, ...],
     shape: torch.Size,

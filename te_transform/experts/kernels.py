@@ -77,17 +77,17 @@ class _Activated(torch.autograd.Function):
     def forward(ctx: Any, hidden: Tensor, activation: str) -> Tensor:
         ctx.save_for_backward(hidden)
         ctx.activation = activation
-        forward, *_ = _functions_of(activation)
+        forward, *_ = _te_functions(activation)
         return forward(hidden, None)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        _, backward, _ = _functions_of(ctx.activation)
+        _, backward, _ = _te_functions(ctx.activation)
         return backward(grad.contiguous(), *ctx.saved_tensors, None), None
 
 
 @cache
-def _functions_of(activation: str) -> tuple[Any, ...]:
+def _te_functions(activation: str) -> tuple[Any, ...]:
     """Return TE's functions for an activation; they are imported here, because a plan needs no TE."""
     from te_transform.backends.te.casts import functions_of
 

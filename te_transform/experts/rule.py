@@ -27,28 +27,28 @@ from te_transform.plan.rule import Operation, Rule
 _ENDS = Call(ops.group_ends, Var("experts"))
 
 
-def _biased(product: Call, name: str) -> OneOf:
+def _maybe_biased(product: Call, name: str) -> OneOf:
     """Return the pattern of a product, with or without a bias per expert."""
     rows = Call(operator.getitem, Var(name, is_parameter), Call(ops.in_order, Var("experts")))
     return OneOf(Call(torch.add, product, rows, commute=True), product)
 
 
-_FC1 = Call(
+_GROUPED_FC1 = Call(
     ops.grouped_mm, Call(ops.dispatch, Var("x"), Var("experts")), Var("fc1_weight"), _ENDS, role="fc1"
 )
-_HIDDEN = _biased(_FC1, "fc1_bias")
-_EVEN, _ODD = (Call(operator.getitem, _HIDDEN, (Ellipsis, slice(start, None, 2))) for start in (None, 1))
-_ACTIVATED = OneOf(activation_pattern(_HIDDEN), OneOf(gated={"pairs": clamped_gate(_EVEN, _ODD)}))
+_BIASED_FC1 = _maybe_biased(_GROUPED_FC1, "fc1_bias")
+_EVEN, _ODD = (Call(operator.getitem, _BIASED_FC1, (Ellipsis, slice(start, None, 2))) for start in (None, 1))
+_ACTIVATED = OneOf(activation_pattern(_BIASED_FC1), OneOf(gated={"pairs": clamped_gate(_EVEN, _ODD)}))
 _FC2 = Call(ops.grouped_mm, _ACTIVATED, Var("fc2_weight"), _ENDS, role="fc2")
-_FUSED = Call(
-    ops.combine, _biased(_FC2, "fc2_bias"), Var("experts"), Var("weights"), Var("dtype"), role="combine"
+_COMBINED = Call(
+    ops.combine, _maybe_biased(_FC2, "fc2_bias"), Var("experts"), Var("weights"), Var("dtype"), role="combine"
 )
 # experts in forms that the op does not compute
-_SUMMED = Call(ops.combine, Var("y"), Var("experts"), Var("weights"), Var("dtype"), role="summed")
+_SUMMED_CHOICES = Call(ops.combine, Var("y"), Var("experts"), Var("weights"), Var("dtype"), role="summed")
 _GROUPS = Call(ops.grouped_mm, Var("rows"), Var("weight"), Var("ends"), role="groups")
-_COPIES = Call(operator.getitem, Var("weight", is_parameter), Var("choices", is_tensor_node))
-_EACH = Call(torch.bmm, _COPIES, Var("rows"), role="each")
-_PRODUCTS = (ops.grouped_mm, torch.bmm)
+_COPIED_WEIGHTS = Call(operator.getitem, Var("weight", is_parameter), Var("choices", is_tensor_node))
+_EACH = Call(torch.bmm, _COPIED_WEIGHTS, Var("rows"), role="each")
+_EXPERT_PRODUCTS = (ops.grouped_mm, torch.bmm)
 _PATH_ENDS = (ops.linear, *ops.NORMS, ops.sdpa)
 
 
@@ -106,7 +106,9 @@ def _refuse_two_products(fc1: Operation, gated: str, half: int, end: int) -> Ite
 
 def _is_reported_by_another_match(product: fx.Node) -> bool:
     """Return True for the second product of experts, or if the sum over their choices is matched too."""
-    return bool(_reached(product, _reads, *_PRODUCTS) or _reached(product, _users, ops.combine))
+    return bool(
+        _nearest_calls(product, _reads, *_EXPERT_PRODUCTS) or _nearest_calls(product, _users, ops.combine)
+    )
 
 
 def _nodes_since_topk(product: fx.Node) -> set[fx.Node]:
@@ -114,7 +116,7 @@ def _nodes_since_topk(product: fx.Node) -> set[fx.Node]:
 
     The set is empty if the groups are not computed from topk.
     """
-    found, waiting = {product, *_reached(product, _users, *_PRODUCTS)}, [product.args[2]]
+    found, waiting = {product, *_nearest_calls(product, _users, *_EXPERT_PRODUCTS)}, [product.args[2]]
     is_of_topk = False
     while waiting:
         node = waiting.pop()
@@ -133,7 +135,9 @@ def _reads(node: fx.Node) -> Iterable[fx.Node]:
     return node.all_input_nodes
 
 
-def _reached(start: fx.Node, following: Callable[[fx.Node], Iterable[fx.Node]], *wanted: Any) -> set[fx.Node]:
+def _nearest_calls(
+    start: fx.Node, following: Callable[[fx.Node], Iterable[fx.Node]], *wanted: Any
+) -> set[fx.Node]:
     """Return the nearest calls of `wanted` on paths from a node; paths end at another part of the layer."""
     found, seen, waiting = set(), set(), [*following(start)]
     while waiting:
@@ -176,7 +180,7 @@ class Example(nn.Module):
 
 RULE = Rule(
     name="experts",
-    pattern=OneOf(_FUSED, _SUMMED, _GROUPS, _EACH),
+    pattern=OneOf(_COMBINED, _SUMMED_CHOICES, _GROUPS, _EACH),
     refuse=refuse,
     build=build,
     reads=("x", "experts", "weights", "fc1.weight", "fc2.weight", "dtype", "fc1_bias", "fc2_bias"),

@@ -60,14 +60,14 @@ def quantize_weights(model: nn.Module) -> Quantized:
         )
     reasons: dict[int, str] = {}
     holders = Counter(id(parameter) for _, _, parameter in parameters_in(model))
-    groups = list(_groups(model))
+    groups = list(_product_weights(model))
     if not groups and not any(map(is_fp8_only, model.parameters())):
         raise QuantizationError(
             f"expected a model with products that have run in FP8, got a {type(model).__name__} without; "
             "first call the model that te_transform.convert(model, recipe=...) returns"
         )
     for group, why_its_product in groups:
-        whys = [_reason(parameter, holders) or why_its_product for parameter in group]
+        whys = [_why_not_quantized(parameter, holders) or why_its_product for parameter in group]
         why = next((why for why in whys if why is not None), None)
         if why is None:
             _hold(model, group)
@@ -81,7 +81,7 @@ def quantize_weights(model: nn.Module) -> Quantized:
     return Quantized(names, left_out)
 
 
-def _groups(model: nn.Module) -> Iterator[tuple[tuple[nn.Parameter, ...], str | None]]:
+def _product_weights(model: nn.Module) -> Iterator[tuple[tuple[nn.Parameter, ...], str | None]]:
     """Yield the weights of each product that has run in FP8, several if they are joined.
 
     The second item says why the product cannot read FP8-only weights, or is None.
@@ -105,7 +105,7 @@ def _why_unreadable(transposed: bool, is_matrix: bool, scales_by_blocks: bool) -
     return "it is stored transposed, TE's kernels need [out, in]" if transposed else None
 
 
-def _reason(parameter: Tensor, holders: Counter[int]) -> str | None:
+def _why_not_quantized(parameter: Tensor, holders: Counter[int]) -> str | None:
     if parameter.requires_grad:
         return "it is trained, an optimizer needs the original values: requires_grad_(False) freezes it"
     if not on_kernels_device(parameter):

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from te_transform.backends import few_rows
 from te_transform.backends.fp8.fp8_only import FORMAT, FP8Only, addresses, exact, is_fp8_only, scale_for
 
-_LARGEST = torch.finfo(FORMAT).max
+_FORMAT_MAX = torch.finfo(FORMAT).max
 _aten = torch.ops.aten
 _SAME = {_aten.detach.default, _aten.alias.default}
 
@@ -82,7 +82,7 @@ class FP8Weight(_WithoutMemory, FP8Only):
             all_values[start : start + len(self)] = values
             self.whole.quantize_(all_values)
             return self
-        held, inverse = _rounded(values.to(self.device))
+        held, inverse = _rounded_to_fp8(values.to(self.device))
         for own, new in ((self.held, held), (self.inverse, inverse)):
             own.copy_(new)
             increment_version(own)  # __torch_dispatch__ runs below autograd, which counts versions
@@ -133,7 +133,7 @@ class FP8Weight(_WithoutMemory, FP8Only):
             made = FP8Weight(first.held.t(), first.inverse, first.dtype)
             made.by_rows = first
             return made
-        if (made := _few_rows(func, args)) is not None:
+        if (made := _few_rows_product(func, args)) is not None:
             return made
         if func is _aten.copy_.default and isinstance(first, FP8Weight):
             return first.quantize_(exact(args[1]))
@@ -160,12 +160,14 @@ class FP8Weight(_WithoutMemory, FP8Only):
         return FP8Weight(inner["held"], inner["inverse"], dtype)
 
     def __deepcopy__(self, memo: dict) -> Tensor:
-        made = _made(self.held.clone(), self.inverse.clone(), self.dtype, isinstance(self, nn.Parameter))
+        made = _new_weight(
+            self.held.clone(), self.inverse.clone(), self.dtype, isinstance(self, nn.Parameter)
+        )
         memo[id(self)] = made
         return made
 
     def __reduce_ex__(self, protocol: Any) -> tuple:
-        return _made, (self.held.clone(), self.inverse, self.dtype, isinstance(self, nn.Parameter))
+        return _new_weight, (self.held.clone(), self.inverse, self.dtype, isinstance(self, nn.Parameter))
 
     def __repr__(self, **_: Any) -> str:
         return f"{self.dequantize()!r}, held in FP8"
@@ -234,7 +236,7 @@ def _written(func: Any, args: tuple, kwargs: dict) -> list[Any]:
     return tree_leaves([given.get(name) for name in writes])
 
 
-def _few_rows(func: Any, args: tuple) -> Tensor | None:
+def _few_rows_product(func: Any, args: tuple) -> Tensor | None:
     """Compute a product of few rows with an FP8-only weight, or return None for any other operation."""
     bias = None
     if func is _aten.mm.default:
@@ -255,16 +257,16 @@ def _few_rows(func: Any, args: tuple) -> Tensor | None:
     return out.reshape(*x.shape[:-1], -1)
 
 
-def _made(held: Tensor, inverse: Tensor, dtype: torch.dtype, is_parameter: bool) -> Tensor:
+def _new_weight(held: Tensor, inverse: Tensor, dtype: torch.dtype, is_parameter: bool) -> Tensor:
     tensor = FP8Weight(held, inverse, dtype)
     return nn.Parameter(tensor, requires_grad=False) if is_parameter else tensor
 
 
-def _rounded(values: Tensor) -> tuple[Tensor, Tensor]:
+def _rounded_to_fp8(values: Tensor) -> tuple[Tensor, Tensor]:
     """Return the values in E4M3, viewed as bytes, and the number to multiply them by."""
     wide = values.float()
-    scale = scale_for(wide.abs().amax(), _LARGEST)
-    return (wide * scale).clamp(-_LARGEST, _LARGEST).to(FORMAT).view(torch.uint8), 1 / scale
+    scale = scale_for(wide.abs().amax(), _FORMAT_MAX)
+    return (wide * scale).clamp(-_FORMAT_MAX, _FORMAT_MAX).to(FORMAT).view(torch.uint8), 1 / scale
 
 
 def quantize_together(weights: Sequence[Tensor]) -> list[nn.Parameter]:
@@ -277,7 +279,7 @@ def quantize_together(weights: Sequence[Tensor]) -> list[nn.Parameter]:
 
 
 def _rounded_together(weights: Sequence[Tensor]) -> list[nn.Parameter]:
-    whole = FP8Weight(*_rounded(torch.cat([weight.detach() for weight in weights])), weights[0].dtype)
+    whole = FP8Weight(*_rounded_to_fp8(torch.cat([weight.detach() for weight in weights])), weights[0].dtype)
     if len(weights) == 1:
         return [nn.Parameter(whole, requires_grad=False)]
     parts = whole.held.split([len(weight) for weight in weights])

@@ -10,10 +10,12 @@ from torch import Tensor
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
     """Return True if two tensors have the same shape, dtype, layout and bits, and the same sparse indices."""
-    return _kind(one) == _kind(other) and all(map(_same_dense, _parts(one), _parts(other)))
+    return _bit_layout(one) == _bit_layout(other) and all(
+        map(_same_dense, _dense_parts(one), _dense_parts(other))
+    )
 
 
-def _kind(tensor: Tensor) -> tuple[Any, ...]:
+def _bit_layout(tensor: Tensor) -> tuple[Any, ...]:
     return (
         shape_in_bits(tensor),
         tensor.dtype,
@@ -33,7 +35,7 @@ def _same_dense(one: Tensor, other: Tensor) -> bool:
     return one.shape == other.shape and torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 
-def _parts(tensor: Tensor) -> list[Tensor]:
+def _dense_parts(tensor: Tensor) -> list[Tensor]:
     """Return the dense tensors that make up a tensor."""
     if tensor.layout is torch.sparse_coo:
         return [tensor._indices(), tensor._values()]

@@ -70,9 +70,13 @@ if hasattr(torch._dynamo.config, "invalidate_compile_context_weakrefs"):
 _Traced = tuple[CodeType, bool, int]
 MOST_TRACED = 64  # graphs per code object and module, since guards may fail in every call
 # Since PyTorch 2.13: graphs of other functions do not count for limits, and calls do not check their guards.
-_ALONE = {"isolate_recompiles": True} if "isolate_recompiles" in signature(torch.compile).parameters else {}
-_NUMBERS = count(1)
-_OWN = tuple(str(Path(__file__).parents[1] / folder) for folder in ("backends", "graph"))  # folders with ops
+_ISOLATED = (
+    {"isolate_recompiles": True} if "isolate_recompiles" in signature(torch.compile).parameters else {}
+)
+_capture_numbers = count(1)
+_OP_FOLDERS = tuple(
+    str(Path(__file__).parents[1] / folder) for folder in ("backends", "graph")
+)  # folders with ops
 _ours: ContextVar[bool] = ContextVar("_ours", default=False)  # True during a capture()
 _errors: ContextVar[list[str]] = ContextVar("_errors")  # internal errors of dynamo during a capture()
 
@@ -106,7 +110,7 @@ def capture(
         logger.addFilter(_is_visible)  # repeated calls add the filter once
     times: Counter[_Traced] = Counter()
     recompiles = Recompiles(tell)
-    context = torch._dynamo.optimize(backend, dynamic=dynamic, **_ALONE)
+    context = torch._dynamo.optimize(backend, dynamic=dynamic, **_ISOLATED)
     forward, traced = _traceable(forward), context.callback
 
     # The callback runs only for frames that dynamo must trace. The settings therefore apply only to these
@@ -114,7 +118,7 @@ def capture(
     @functools.wraps(traced)
     def trace_with_settings(frame: Any, *args: Any, **kwargs: Any) -> Any:
         # also reached by the backward of an op, if a forward calls autograd between two graphs
-        if leaves() or frame.f_code.co_filename.startswith(_OWN):
+        if leaves() or frame.f_code.co_filename.startswith(_OP_FOLDERS):
             return ConvertFrameReturn(apply_to_code=False)  # only this call; later calls ask again
         code, transformed = frame.f_code, _in_transform()
         key = code, transformed, id(module_in_frame(frame))
@@ -262,7 +266,7 @@ def _with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
     """
     if not isinstance(function, FunctionType):
         return function
-    name = f"{function.__code__.co_name}__converted_{next(_NUMBERS)}"
+    name = f"{function.__code__.co_name}__converted_{next(_capture_numbers)}"
     alone = FunctionType(
         function.__code__.replace(co_name=name), function.__globals__, function.__name__,
         function.__defaults__, function.__closure__,

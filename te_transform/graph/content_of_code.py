@@ -30,7 +30,7 @@ _OF_ANOTHER_TIME = frozenset(
         "__deepcopy__", "__getstate__", "__setstate__", "__repr__", "__dir__", "__del__",
     )
 )  # fmt: skip
-_NONE = object()
+_NOT_STATIC = object()
 _Globals = dict[str, Any]  # the variables of a Python module by name
 
 
@@ -61,7 +61,7 @@ class OfClass(Content):
         self.names = self._now()
         self.inside = self.names.values()
         held = vars(value).items()
-        self.methods = [(name, function) for name, x in held for function in _functions_of(x)]
+        self.methods = [(name, function) for name, x in held for function in _attribute_functions(x)]
 
     def _now(self) -> dict[str, Any]:
         held = vars(self.value).items()
@@ -87,10 +87,10 @@ class OfClass(Content):
 def constructors_of(kind: type) -> list[types.FunctionType]:
     """Return the functions that construct objects of a class."""
     made_by = (vars(each).get(name) for each in kind.__mro__ for name in _CONSTRUCTORS)
-    return [function for held in made_by for function in _functions_of(held)]
+    return [function for held in made_by for function in _attribute_functions(held)]
 
 
-def _functions_of(held: Any) -> list[types.FunctionType]:
+def _attribute_functions(held: Any) -> list[types.FunctionType]:
     """Return the functions of a class attribute: a method, or the accessors of a property."""
     if isinstance(held, property):
         found = [held.fget, held.fset, held.fdel]
@@ -149,15 +149,15 @@ class OfModule(Content):
         """Record a variable, and return its value, or None if it has none or is recorded already."""
         if name in self.names or (name not in self.value and hasattr(builtins, name)):
             return None
-        held = self.names[name] = self.value.get(name, _NONE)
-        return None if held is _NONE else held
+        held = self.names[name] = self.value.get(name, _NOT_STATIC)
+        return None if held is _NOT_STATIC else held
 
     def put_back(self) -> None:
         for name, held in self.names.items():
-            now = self.value.get(name, _NONE)
+            now = self.value.get(name, _NOT_STATIC)
             if now is held or isinstance(now, types.ModuleType):  # imported by the forward
                 continue
-            if held is _NONE:
+            if held is _NOT_STATIC:
                 del self.value[name]
             else:
                 self.value[name] = held
@@ -215,7 +215,7 @@ class Code:
         found: list[Any] = []
         if not self.follows(home_of(function)):
             return found
-        for name in _names_in(function.__code__):
+        for name in _mentioned_names(function.__code__):
             found.append((function.__globals__, name))
             if name in _OF_ANOTHER_TIME:  # of the mentioned class, or of a base class
                 continue
@@ -227,12 +227,12 @@ class Code:
 
 
 @functools.lru_cache(maxsize=10_000)
-def _names_in(code: types.CodeType) -> tuple[str, ...]:
+def _mentioned_names(code: types.CodeType) -> tuple[str, ...]:
     """Return all names that code mentions: variables, attributes, and identifiers in strings."""
     names = dict.fromkeys(code.co_names)
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            names |= dict.fromkeys(_names_in(constant))
+            names |= dict.fromkeys(_mentioned_names(constant))
         elif isinstance(constant, str) and constant.isidentifier():
             names[constant] = None
     return tuple(names)

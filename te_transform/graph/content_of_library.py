@@ -244,14 +244,14 @@ class Unsaved(Content):
         self.why = why
 
 
-_OUTSIDE = "which has state outside of this process"
+_EXTERNAL_STATE = "which has state outside of this process"
 _HANDLES = (
     "multiprocessing.queues", "multiprocessing.connection", "multiprocessing.managers", "socket", "sqlite3",
 )  # fmt: skip
 
 
 def _of_handle(value: Any) -> Content:
-    return Unsaved(value, _OUTSIDE)
+    return Unsaved(value, _EXTERNAL_STATE)
 
 
 def _of_file(value: io.IOBase) -> Content | None:
@@ -261,14 +261,14 @@ def _of_file(value: io.IOBase) -> Content | None:
     with contextlib.suppress(OSError):
         if value.readable() and value.seekable() and not value.writable():
             return OfFile(value)
-    return Unsaved(value, _OUTSIDE)
+    return Unsaved(value, _EXTERNAL_STATE)
 
 
 def _of_random(value: random.Random) -> Content | None:
     return None if isinstance(value, random.SystemRandom) else OfRandom(value)
 
 
-_KINDS: tuple[tuple[tuple[type, ...], Callable[[Any], Content | None]], ...] = (
+_LIBRARY_READERS: tuple[tuple[tuple[type, ...], Callable[[Any], Content | None]], ...] = (
     ((bytearray, array, mmap.mmap), OfBytes),
     ((memoryview,), OfView),
     ((io.BytesIO, io.StringIO), OfBuffer),
@@ -285,7 +285,7 @@ def kind_of(kind: type) -> Callable[[Any], Content | None] | None:
     """Return the function that takes a snapshot of objects of a C class, or None if there is none."""
     if kind.__module__ in _HANDLES:
         return _of_handle
-    found = next((content for kinds, content in _KINDS if issubclass(kind, kinds)), None)
+    found = next((content for kinds, content in _LIBRARY_READERS if issubclass(kind, kinds)), None)
     if found is None and (numpy := sys.modules.get("numpy")) is not None:
         generators = numpy.random.RandomState, numpy.random.Generator, numpy.random.BitGenerator
         found = OfRandom if issubclass(kind, generators) else None

@@ -74,7 +74,7 @@ def replace(graph: fx.Graph, nodes: Sequence[fx.Node], target: Callable, args: t
     root = nodes[0]
     with graph.inserting_before(root):
         node = graph.call_function(target, concrete(graph, root, args))
-    _inherit(node, nodes)
+    _inherit_meta(node, nodes)
     replace_uses(root, node)
     erase_unread(graph, nodes)
     return node
@@ -90,7 +90,7 @@ def insert(
     """
     with graph.inserting_before(nodes[0]):
         node = graph.call_function(target, concrete(graph, nodes[0], args))
-    _inherit(node, nodes)
+    _inherit_meta(node, nodes)
     node.meta.pop("origin", None)
     node.meta["spelled"] = ()  # the final replacement of `nodes` has their names
     node.meta["example_value"] = evaluate(node) if like is None else node_info.value(like)
@@ -188,7 +188,7 @@ def _size_node(graph: fx.Graph, at: fx.Node, size: torch.SymInt) -> fx.Node | in
     return node
 
 
-def _inherit(node: fx.Node, nodes: Sequence[fx.Node]) -> None:
+def _inherit_meta(node: fx.Node, nodes: Sequence[fx.Node]) -> None:
     """Set the node's metadata: the root's, with the common `path` and all `spelled` names of `nodes`."""
     node.meta = dict(nodes[0].meta)
     node.meta["path"] = innermost(n.meta.get("path", "") for n in nodes)
@@ -338,7 +338,7 @@ def call_fused(
     """
     with graph.inserting_before(at or nodes[0]):
         node = graph.create_node("call_module", name, concrete(graph, nodes[0], args))
-    _inherit(node, nodes)
+    _inherit_meta(node, nodes)
     replace_uses(nodes[0], node)
     erase_unread(graph, nodes)
     return node
@@ -368,13 +368,13 @@ def merge(graph: fx.Graph, linears: Sequence[fx.Node]) -> fx.Node:
     first = min(linears)
     with graph.inserting_before(first):
         weights, biases = ([node.args[i] for node in linears] for i in (1, 2))
-        weight, bias = _joined(graph, weights, first), None
+        weight, bias = _insert_join(graph, weights, first), None
         if any(bias is not None for bias in biases):  # a number n stands for n zeros
             rows = (node_info.shape_of(weight)[0] for weight in weights)
             biases = [n if own is None else own for n, own in zip(rows, biases, strict=True)]
-            bias = _joined(graph, biases, first)
+            bias = _insert_join(graph, biases, first)
         merged = graph.call_function(ops.linear, (first.args[0], weight, bias))
-    _inherit(merged, linears)
+    _inherit_meta(merged, linears)
     merged.meta.pop("origin", None)
     merged.meta["example_value"] = evaluate(merged)
     start = 0
@@ -388,7 +388,7 @@ def merge(graph: fx.Graph, linears: Sequence[fx.Node]) -> fx.Node:
     return merged
 
 
-def _joined(graph: fx.Graph, parts: Sequence[fx.Node | int], at: fx.Node) -> fx.Node:
+def _insert_join(graph: fx.Graph, parts: Sequence[fx.Node | int], at: fx.Node) -> fx.Node:
     last = max(part for part in parts if isinstance(part, fx.Node))
     while last.next.op == "placeholder":
         last = last.next

@@ -96,21 +96,21 @@ def as_inputs(model: nn.Module, example_inputs: Any) -> list[Inputs]:
             a tuple; or they are None, and none can be generated.
     """
     if example_inputs is None:
-        return [_quiet(model, invent(model))]
+        return [_without_cache(model, invent(model))]
     samples = example_inputs if isinstance(example_inputs, list) else [example_inputs]
     if not samples:
         raise InputError(
             "expected at least one sample in example_inputs, got an empty list; pass a tensor, tuple or dict"
         )
-    if not _fits(model, samples[:1]) and _fits(model, samples):
+    if not _fits_signature(model, samples[:1]) and _fits_signature(model, samples):
         raise InputError(
             f"expected a tuple with the arguments of one call, got a list of {len(samples)} samples, and the "
             "forward takes as many arguments; pass tuple(example_inputs)"
         )
-    return [_quiet(model, _one(sample)) for sample in samples]
+    return [_without_cache(model, _one(sample)) for sample in samples]
 
 
-def _fits(model: nn.Module, samples: list[Any]) -> bool:
+def _fits_signature(model: nn.Module, samples: list[Any]) -> bool:
     """Return False if the samples are tensors and the forward does not take as many positional arguments."""
     if not all(isinstance(sample, torch.Tensor) for sample in samples):
         return True
@@ -155,7 +155,7 @@ def _instead_of(sample: Any) -> str:
     return "wrap it in a tuple or a dict, such as (x,) or {'x': x}"
 
 
-def _quiet(model: nn.Module, inputs: Inputs) -> Inputs:
+def _without_cache(model: nn.Module, inputs: Inputs) -> Inputs:
     """Switch off the key/value cache that the config requests: training does not use a cache."""
     wants_cache = getattr(getattr(model, "config", None), "use_cache", None)
     if not wants_cache or "use_cache" in inputs.kwargs or not _takes(model, "use_cache"):
@@ -183,11 +183,11 @@ def invent(model: nn.Module, batch: int = BATCH, length: int = LENGTH, exactly: 
     wrong: Exception | None = None
     for tokens, most in itertools.product(lengths, tables or [0]):
         try:
-            inputs = _invented(model, batch, tokens, most)
+            inputs = _candidate_inputs(model, batch, tokens, most)
         except InputError as error:
             failed = failed or error
             continue
-        error = _refused(model, inputs) if _may_not_fit(model, inputs, tokens) else None
+        error = _id_error(model, inputs) if _may_not_fit(model, inputs, tokens) else None
         if error is None:
             return _on_its_device(model, inputs)
         first, wrong = first or _on_its_device(model, inputs), wrong or error
@@ -215,7 +215,7 @@ def positions(model: nn.Module) -> tuple[int, str]:
 
 def _may_not_fit(model: nn.Module, inputs: Inputs, length: int) -> bool:
     """Return True if a table of the model may have fewer rows than the inputs have ids or positions."""
-    ids = [int(tensor.max()) for tensor in _tensors(inputs) if not tensor.is_floating_point()]
+    ids = [int(tensor.max()) for tensor in _input_tensors(inputs) if not tensor.is_floating_point()]
     needed = max(2 * length, *ids, 0)  # some models start positions at 2
     for module in model.modules():
         if isinstance(module, nn.Embedding):
@@ -230,19 +230,19 @@ def _may_not_fit(model: nn.Module, inputs: Inputs, length: int) -> bool:
     return False
 
 
-def _refused(model: nn.Module, inputs: Inputs) -> Exception | None:
-    return out_of_range(model, *_on_its_device(model, inputs).clone(), _tensors(inputs))
+def _id_error(model: nn.Module, inputs: Inputs) -> Exception | None:
+    return out_of_range(model, *_on_its_device(model, inputs).clone(), _input_tensors(inputs))
 
 
 def _refuses_one_token(model: nn.Module, batch: int, most: int) -> bool:
     """Return True if the model fails even on one token."""
     try:
-        return _refused(model, _invented(model, batch, 1, most)) is not None
+        return _id_error(model, _candidate_inputs(model, batch, 1, most)) is not None
     except InputError:
         return True
 
 
-def _tensors(inputs: Inputs) -> list[torch.Tensor]:
+def _input_tensors(inputs: Inputs) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves((inputs.args, inputs.kwargs)) if isinstance(leaf, torch.Tensor)]
 
 
@@ -252,7 +252,7 @@ def _on_its_device(model: nn.Module, inputs: Inputs) -> Inputs:
     return replace(inputs, args=args, kwargs=kwargs)
 
 
-def _invented(model: nn.Module, batch: int, length: int, most: int) -> Inputs:
+def _candidate_inputs(model: nn.Module, batch: int, length: int, most: int) -> Inputs:
     """Generate inputs of `length` tokens with ids below `most`."""
     with torch.random.fork_rng(devices=[]):  # candidates are drawn on the CPU
         torch.random.default_generator.manual_seed(0)
@@ -314,7 +314,7 @@ _POSITIONS = (
 )  # fmt: skip
 _SIDES = (16, 32, 64, 224, 256)  # side lengths of images in pixels
 _MOST_ARGUMENTS = 3  # more arguments have too many combinations to try
-_SAMPLES = 8000  # samples of a waveform: half a second at 16 kHz
+_WAVEFORM_SAMPLES = 8000  # samples of a waveform: half a second at 16 kHz
 
 
 def _channels(readers: list[nn.Module]) -> int:
@@ -376,7 +376,7 @@ def _sound_shapes(config: Any) -> list[tuple[int, ...]]:
     """Return the shape of a waveform, or both orders of (bands, time) if the config has spectrogram bands."""
     bands = getattr(config, "num_mel_bins", None) or getattr(config, "input_feat_per_channel", None)
     times = getattr(config, "max_length", None) or 2 * getattr(config, "max_source_positions", 0)
-    return [(bands, times), (times, bands)] if bands and times else [(_SAMPLES,)]
+    return [(bands, times), (times, bands)] if bands and times else [(_WAVEFORM_SAMPLES,)]
 
 
 # name of the main input -> its possible shapes without the batch dimension

@@ -28,7 +28,7 @@ def name_as_in(model: nn.Module, captured: fx.GraphModule, arguments: Sequence[A
     placeholders = [node for node in captured.graph.nodes if node.op == "placeholder"]
     stored = zip(map(_stored_at, placeholders), arguments, strict=True)
     own = {at[1]: argument for at, argument in stored if at is not None and not at[0]}
-    outermost, innermost = _calls(captured)
+    outermost, innermost = _module_calls(captured)
     root = model
     if outermost or own:
         root = next((module for module in model.modules() if _is_root(module, outermost, own)), None)
@@ -45,7 +45,7 @@ def name_as_in(model: nn.Module, captured: fx.GraphModule, arguments: Sequence[A
     return root
 
 
-def _calls(captured: fx.GraphModule) -> tuple[dict[str, str], dict[str, tuple[str, Any]]]:
+def _module_calls(captured: fx.GraphModule) -> tuple[dict[str, str], dict[str, tuple[str, Any]]]:
     """Return the paths of the outermost modules by id, and dynamo's entries of the innermost ones by key."""
     outermost, innermost = {}, {}
     for stack in (node.meta.get("nn_module_stack") for node in captured.graph.nodes):
@@ -63,9 +63,9 @@ def _id(key: str) -> str:
 
 def _is_root(module: nn.Module, outermost: dict[str, str], own: dict[str, Any]) -> bool:
     """Return True if dynamo's paths lead from the module to these submodules, parameters and buffers."""
-    reached = {key: _reached(module, path) for key, path in outermost.items()}
+    reached = {key: _object_at(module, path) for key, path in outermost.items()}
     found = [str(id(part)) == key for key, part in reached.items() if part is not None]
-    found += [_reached(module, name) is held for name, held in own.items()]
+    found += [_object_at(module, name) is held for name, held in own.items()]
     return bool(found) and all(found)
 
 
@@ -75,15 +75,15 @@ def _stored_at(node: fx.Node) -> tuple[str, str] | None:
     return (path_said(source_of(node).rpartition("._")[0]), name) if name else None
 
 
-def _reached(module: nn.Module, path: str) -> Any:
+def _object_at(module: nn.Module, path: str) -> Any:
     """Return the object at dynamo's path by attribute and item lookup, or None if the lookup fails."""
     try:
-        return reduce(_held, path.split("."), module)
+        return reduce(_attribute_or_item, path.split("."), module)
     except Exception:  # a user's property or __getattr__ may raise anything
         return None
 
 
-def _held(holder: Any, name: str) -> Any:
+def _attribute_or_item(holder: Any, name: str) -> Any:
     if isinstance(holder, (list, tuple)):
         return holder[int(name)]
     return holder[name] if isinstance(holder, dict) else getattr(holder, name)
@@ -92,7 +92,7 @@ def _held(holder: Any, name: str) -> Any:
 def _name_parameter(node: fx.Node, root: nn.Module, names: dict[str, str]) -> None:
     """Name the parameter after the module that it is read from, even if other modules share it."""
     path, _ = _stored_at(node) or ("", "")
-    found = names.get(str(id(_reached(root, path)))) if path else None
+    found = names.get(str(id(_object_at(root, path)))) if path else None
     if found is not None and found != name_in_model(node).rpartition(".")[0]:
         held = "".join(f"._modules['{part}']" for part in found.split("."))
         node.meta["source"] = f"L['self']{held}._{source_of(node).rpartition('._')[2]}"

@@ -236,7 +236,7 @@ def called(node: fx.Node) -> str:
     return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
 
 
-_HOMES = torch, torch.nn.functional
+_FUNCTION_MODULES = torch, torch.nn.functional
 
 
 def replaced_function(graph: fx.Graph) -> str | None:
@@ -251,7 +251,7 @@ def replaced_function(graph: fx.Graph) -> str | None:
         if isinstance(function, FunctionType) and module.partition(".")[0] == "torch":
             homes = (sys.modules.get(module),)
         elif isinstance(function, BuiltinFunctionType) and module is None:
-            homes = _HOMES
+            homes = _FUNCTION_MODULES
         found = [getattr(home, function.__name__) for home in homes if hasattr(home, function.__name__)]
         if found and all(held is not function for held in found):
             return f"{module or 'torch'}.{function.__name__}"
@@ -368,7 +368,7 @@ def is_batched(node: fx.Node) -> bool:
 
 
 # Calls whose result may be a view of their first argument.
-_VIEWS = frozenset(
+_VIEW_NAMES = frozenset(
     {
         "T", "mT", "broadcast_to", "chunk", "columns", "contiguous", "detach", "expand",
         "expand_as", "flatten", "float", "getattr", "getitem", "movedim", "narrow", "permute",
@@ -378,9 +378,9 @@ _VIEWS = frozenset(
     }
 )  # fmt: skip
 # Calls whose result has the same memory layout for any layout of the arguments.
-_PRODUCTS = frozenset({"baddbmm", "bmm", "linear", "matmul", "scaled_dot_product_attention"})
+_PRODUCT_NAMES = frozenset({"baddbmm", "bmm", "linear", "matmul", "scaled_dot_product_attention"})
 # Calls that depend on the memory layout of a tensor.
-_LAYOUTS = frozenset(
+_READS_LAYOUT = frozenset(
     {
         "as_strided", "data_ptr", "is_contiguous", "numpy", "resize_", "set_", "storage", "storage_offset",
         "stride", "tolist", "untyped_storage",
@@ -390,7 +390,7 @@ _LAYOUTS = frozenset(
 
 def may_be_view(node: fx.Node) -> bool:
     """Return True if the result of the node may be a view of its first argument."""
-    return node.op in ("call_function", "call_method") and called(node) in _VIEWS
+    return node.op in ("call_function", "call_method") and called(node) in _VIEW_NAMES
 
 
 def shows_layout(node: fx.Node) -> bool:
@@ -399,7 +399,7 @@ def shows_layout(node: fx.Node) -> bool:
         custom = isinstance(
             user.target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket, torch._ops.OperatorBase)
         )
-        if user.op not in ("call_function", "call_method") or custom or called(user) in _LAYOUTS:
+        if user.op not in ("call_function", "call_method") or custom or called(user) in _READS_LAYOUT:
             return True
         if called(user) == "view" and any(isinstance(argument, torch.dtype) for argument in user.args):
             return True
@@ -417,7 +417,7 @@ def goes_into_products(node: fx.Node) -> bool:
         user.op in ("call_function", "call_method")
         and (
             called(user) == "contiguous"
-            or (goes_into_products(user) if may_be_view(user) else called(user) in _PRODUCTS)
+            or (goes_into_products(user) if may_be_view(user) else called(user) in _PRODUCT_NAMES)
         )
         for user in node.users
     )
@@ -435,7 +435,7 @@ def argument(node: fx.Node, name: str) -> Any:
     Raises:
         AttributeError: the op has no such parameter.
     """
-    parameters = _parameters(node.target)
+    parameters = _op_parameters(node.target)
     if name not in parameters:
         raise AttributeError(
             f"expected an argument of {node.target.__name__} ({', '.join(parameters)}), got {name!r}"
@@ -445,7 +445,7 @@ def argument(node: fx.Node, name: str) -> Any:
 
 
 @cache
-def _parameters(op: Callable) -> dict[str, inspect.Parameter]:
+def _op_parameters(op: Callable) -> dict[str, inspect.Parameter]:
     return dict(inspect.signature(op).parameters)
 
 

@@ -14,9 +14,9 @@ from te_transform.graph import ops
 from te_transform.graph.nodes import called, is_model_tensor, is_tensor_node, may_be_view
 from te_transform.graph.pattern import Match, Misses, Pattern, note
 
-_OWN = (*ops.ACTIVATION_OPS, ops.cast, ops.dropout)
+_POINTWISE_OPS = (*ops.ACTIVATION_OPS, ops.cast, ops.dropout)
 # Compositions of pointwise functions, which PyTorch does not tag as pointwise.
-_COMPOSED = frozenset({"hardswish", "logsigmoid", "log_sigmoid", "prelu", "softsign", "tanhshrink"})
+_OF_SEVERAL_OPS = frozenset({"hardswish", "logsigmoid", "log_sigmoid", "prelu", "softsign", "tanhshrink"})
 
 
 class Pointwise(Pattern):
@@ -77,7 +77,7 @@ def is_pointwise(node: fx.Node) -> bool:
     """Return True if each element of the result depends only on the elements at the same index."""
     if node.op not in ("call_function", "call_method"):
         return False
-    return node.target in _OWN or _is_tagged(called(node).strip("_"))
+    return node.target in _POINTWISE_OPS or _is_tagged(called(node).strip("_"))
 
 
 @cache
@@ -85,7 +85,7 @@ def _is_tagged(name: str) -> bool:
     """Return True if PyTorch tags the operator of this name as pointwise."""
     packet = getattr(torch.ops.aten, name, None)
     overloads = () if packet is None else (getattr(packet, overload) for overload in packet.overloads())
-    return name in _COMPOSED or any(torch.Tag.pointwise in overload.tags for overload in overloads)
+    return name in _OF_SEVERAL_OPS or any(torch.Tag.pointwise in overload.tags for overload in overloads)
 
 
 def _bends(node: fx.Node) -> bool:

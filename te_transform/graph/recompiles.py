@@ -27,7 +27,7 @@ _HOOKS = re.compile(r"_hooks\b")
 _ABSENT = re.compile(r"___dict_contains\('(\w+)', (\w+)\.__dict__\)")
 # an attribute or an item of a variable or of its class, not a function
 _PATH = re.compile(r"(?:type\([^()\s]+\)|[A-Za-z_]\w*)(?:\.\w+|\[[^]]+\])+(?![\w(])")
-_ARGUMENT = re.compile(r"\b[A-Za-z_]\w*(?=\)* ==)|(?<=^not )[A-Za-z_]\w*$")
+_GUARDED_NAME = re.compile(r"\b[A-Za-z_]\w*(?=\)* ==)|(?<=^not )[A-Za-z_]\w*$")
 
 
 # Dynamo makes an integer attribute of a module a graph input after two different values.
@@ -135,7 +135,7 @@ class _FailedGuard:
     @property
     def subject(self) -> str:
         """The guarded expression, such as "self.n", with "#" for layer numbers; "" if there is none."""
-        absent, found = _ABSENT.search(self.text), _PATH.search(self.text) or _ARGUMENT.search(self.text)
+        absent, found = _ABSENT.search(self.text), _PATH.search(self.text) or _GUARDED_NAME.search(self.text)
         path = f"{absent[2]}.{absent[1]}" if absent else found[0] if found else ""
         return re.sub(r"\d+", "#", path)
 

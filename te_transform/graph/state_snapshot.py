@@ -230,7 +230,7 @@ _LEADS = (
     tuple, frozenset, functools.partial, types.MethodType, types.BuiltinMethodType, types.MethodWrapperType,
     types.MappingProxyType, weakref.ref,
 )  # fmt: skip
-_KINDS: tuple[tuple[tuple[type, ...], _Kind], ...] = (
+_SNAPSHOT_CLASSES: tuple[tuple[tuple[type, ...], _Kind], ...] = (
     ((type,), _of_class),
     ((types.FunctionType,), OfFunction),
     ((dict, list, set, deque), Items),
@@ -239,15 +239,17 @@ _KINDS: tuple[tuple[tuple[type, ...], _Kind], ...] = (
     ((Tensor,), TensorContent),
 )
 _WITHOUT_ATTRIBUTES = (type, types.FunctionType, types.ModuleType, Tensor, threading.Thread)
-_PLAIN = (dict, list, set, deque, OrderedDict, Counter)
+_PLAIN_CONTAINERS = (dict, list, set, deque, OrderedDict, Counter)
 
 
 def _kinds_of(kind: type) -> tuple[_Kind, ...]:
     """Return the snapshot functions for values of a class; the last snapshot is restored first."""
-    of_items = next((content for kinds, content in _KINDS if issubclass(kind, kinds)), None) or kind_of(kind)
+    of_items = next(
+        (content for kinds, content in _SNAPSHOT_CLASSES if issubclass(kind, kinds)), None
+    ) or kind_of(kind)
     has_attributes = issubclass(kind, (nn.Module, threading.local)) or (
         (kind.__dictoffset__ or has_slots(kind)) and holds_values(kind)
     )
-    is_plain = kind in _PLAIN or issubclass(kind, _WITHOUT_ATTRIBUTES)
+    is_plain = kind in _PLAIN_CONTAINERS or issubclass(kind, _WITHOUT_ATTRIBUTES)
     attributes = (Attributes,) if has_attributes and not is_plain else ()
     return attributes + (() if of_items is None else (of_items,))

@@ -8,7 +8,7 @@ import torch
 from torch import fx, nn
 from torch.utils._pytree import tree_leaves
 
-_PLAIN = (int, float, str, type(None), torch.dtype)
+_PLAIN_CONSTANTS = (int, float, str, type(None), torch.dtype)
 
 
 def structure(module: fx.GraphModule) -> tuple:
@@ -42,5 +42,5 @@ def _target(module: fx.GraphModule, node: fx.Node) -> Any:
     settings = {k: v for k, v in vars(op).items() if k[0] != "_" and k not in ("training", "plain_calls")}
     inner = {k: repr(structure(v)) if isinstance(v, fx.GraphModule) else v for k, v in op.named_children()}
     settings |= {**inner, **dict(op.named_parameters()), **dict(op.named_buffers())}
-    known = all(isinstance(each, _PLAIN) for each in tree_leaves(settings))
+    known = all(isinstance(each, _PLAIN_CONSTANTS) for each in tree_leaves(settings))
     return (type(op), repr(settings)) if known else id(op)

@@ -37,7 +37,7 @@ def traceable_forms() -> Iterator[None]:
     try:
         rules.update(forms)
         compare["<"] = _compared(less)
-        TensorVariable.method_item = _read(item)
+        TensorVariable.method_item = _fold_item(item)
         yield
     finally:
         for key in forms:
@@ -56,7 +56,7 @@ class _CausalMask(UserFunctionVariable):
 
     def call_function(self, tx: Any, args: Any, kwargs: Any) -> Any:
         given = [variable.realize() for variable in args]
-        if len(given) == 3 and _constant(given[1], 0) is None and _is_only_a_hint(tx, given[0]):
+        if len(given) == 3 and _python_value(given[1], 0) is None and _is_only_a_hint(tx, given[0]):
             return ConstantVariable.create(False)
         traced = super().call_function
         with suppress(Unsupported):
@@ -78,17 +78,17 @@ def _is_only_a_hint(tx: Any, mask: Any) -> bool:
 
 def _is_of_pytorch(layer: Any) -> bool:
     kind = next((kind for kind in _LAYERS if isinstance(layer, kind)), None)
-    if kind is None or not _runs(layer, kind, *_METHODS):
+    if kind is None or not _uses_methods(layer, kind, *_METHODS):
         return False
     attention = layer.self_attn
     if not isinstance(attention, nn.MultiheadAttention):
         return False
-    is_own = _runs(attention, nn.MultiheadAttention, "forward")
+    is_own = _uses_methods(attention, nn.MultiheadAttention, "forward")
     # bias_k and add_zero_attn add a key, which a hint would hide
     return is_own and attention.bias_k is None and not attention.add_zero_attn
 
 
-def _runs(module: nn.Module, kind: type, *methods: str) -> bool:
+def _uses_methods(module: nn.Module, kind: type, *methods: str) -> bool:
     """Return True if the module uses these methods of the class, and no hook sees keyword arguments."""
     hooks = module._forward_pre_hooks_with_kwargs, module._forward_hooks_with_kwargs
     own = (getattr(kind, name, None) for name in methods)
@@ -108,7 +108,7 @@ class _Warning(DebuggingVariable):
     def call_function(self, tx: Any, args: Any, kwargs: Any) -> Any:
         named = [kwargs[name] for name in ("message", "category")[len(args) :] if name in kwargs]
         said = [*args[:2], *named]
-        is_plain = map(isinstance, map(_constant, said), (str, type))
+        is_plain = map(isinstance, map(_python_value, said), (str, type))
         if not (said and all(is_plain) and self.source):
             ends_the_graph = SkipFunctionVariable(self.value, source=self.source).call_function
             return ends_the_graph(tx, args, kwargs)
@@ -116,7 +116,7 @@ class _Warning(DebuggingVariable):
         return ConstantVariable.create(None)
 
 
-def _constant(variable: Any, unknown: Any = None) -> Any:
+def _python_value(variable: Any, unknown: Any = None) -> Any:
     """Return the constant value of a dynamo variable, or `unknown` if it is not constant."""
     return variable.as_python_constant() if variable.is_python_constant() else unknown
 
@@ -129,7 +129,7 @@ def _compared(less: Callable[..., Any]) -> Callable[..., Any]:
 
     def compare(tx: Any, args: Any, kwargs: Any) -> Any:
         number, bound = args
-        value = _constant(bound.realize())
+        value = _python_value(bound.realize())
         if isinstance(value, (int, float)) and value <= 0 and _is_drawn(number.realize()):
             return ConstantVariable.create(False)
         return less(tx, args, kwargs)
@@ -146,7 +146,7 @@ def _is_drawn(number: Any) -> bool:
     return is_rand and not node.users and number.ndim == 0
 
 
-def _read(item: Callable[..., Any]) -> Callable[..., Any]:
+def _fold_item(item: Callable[..., Any]) -> Callable[..., Any]:
     """Return a dynamo handler for `.item()` that folds tensors made only of Python numbers.
 
     DeBERTa slices by `torch.tensor(min(length, span))`. A fake tensor keeps such a value as its `constant`

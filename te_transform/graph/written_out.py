@@ -27,7 +27,7 @@ from te_transform.graph.pointwise import is_pointwise
 _AFFINE = (torch.mul, torch.div, torch.add, torch.sub, torch.neg, ops.cast)
 _NORMALIZING = (*ops.NORMS, F.normalize)
 _STATISTICS = frozenset({"mean", "var", "std", "sum", "norm", "vector_norm", "linalg_vector_norm"})
-_PRODUCTS = frozenset({"mul", "matmul", "bmm", "einsum", "addcmul"})
+_SCORE_PRODUCTS = frozenset({"mul", "matmul", "bmm", "einsum", "addcmul"})
 
 
 class Normalized(Pattern):
@@ -102,25 +102,29 @@ def rotated_by(query: fx.Node) -> list[fx.Node]:
 
     These factors do not depend on the projection and are not learned. ops.rope itself is not returned.
     """
-    region = _between(query)
+    region = _computed_from_projections(query)
     moved: set[fx.Node] = set()
     for node in sorted(region):
-        if any(read in moved or _ends(read) for read in node.all_input_nodes):
+        if any(read in moved or _ends_path(read) for read in node.all_input_nodes):
             moved.add(node)
-    return [node for node in sorted(moved) if called(node).strip("_") in _PRODUCTS and _factors(node, moved)]
+    return [
+        node
+        for node in sorted(moved)
+        if called(node).strip("_") in _SCORE_PRODUCTS and _column_factors(node, moved)
+    ]
 
 
-def _ends(node: fx.Node) -> bool:
+def _ends_path(node: fx.Node) -> bool:
     return node.target in (ops.linear, ops.sdpa, *ops.NORMS)
 
 
-def _between(query: fx.Node) -> set[fx.Node]:
+def _computed_from_projections(query: fx.Node) -> set[fx.Node]:
     """Return the nodes that `query` depends on, up to projections, norms and ops.rope."""
     seen: set[fx.Node] = set()
     waiting = [query]
     while waiting:
         node = waiting.pop()
-        if node not in seen and not _ends(node) and node.target is not ops.rope:
+        if node not in seen and not _ends_path(node) and node.target is not ops.rope:
             seen.add(node)
             waiting += [*node.all_input_nodes, *(user for user in node.users if _fills(user, node))]
     return seen
@@ -130,11 +134,11 @@ def _fills(user: fx.Node, node: fx.Node) -> bool:
     return user.target is operator.setitem and user.args[0] is node
 
 
-def _factors(node: fx.Node, moved: set[fx.Node]) -> list[fx.Node]:
+def _column_factors(node: fx.Node, moved: set[fx.Node]) -> list[fx.Node]:
     return [
         read
         for read in node.all_input_nodes
-        if read not in moved and not _ends(read) and is_tensor_node(read) and _varies_by_column(read)
+        if read not in moved and not _ends_path(read) and is_tensor_node(read) and _varies_by_column(read)
     ]
 
 

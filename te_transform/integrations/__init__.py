@@ -13,11 +13,11 @@ if TYPE_CHECKING:
 
 __all__ = ["ConvertCallback", "LightningConvertCallback", "prepare"]
 
-_HOMES = {"ConvertCallback": "trainer", "LightningConvertCallback": "lightning", "prepare": "accelerate"}
+_MODULE_OF = {"ConvertCallback": "trainer", "LightningConvertCallback": "lightning", "prepare": "accelerate"}
 
 
 def __getattr__(name: str) -> Any:
     """Import the file of a public name, and with it transformers, Lightning or accelerate."""
-    if name in _HOMES:
-        return getattr(import_module(f"te_transform.integrations.{_HOMES[name]}"), name)
+    if name in _MODULE_OF:
+        return getattr(import_module(f"te_transform.integrations.{_MODULE_OF[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

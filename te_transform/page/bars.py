@@ -26,16 +26,16 @@ def bars_of_report(overview: Overview | None, blocks: Iterable[Block]) -> Iterat
         yield chart("Time of a call", basis, [("before", before), ("after", after)], duration)
     if overview is not None and overview.memory is not None:
         names = ("before", "after")
-        rows = [(name, _parts(step)) for name, step in zip(names, overview.memory, strict=True)]
+        rows = [(name, _memory_parts(step)) for name, step in zip(names, overview.memory, strict=True)]
         yield chart("Memory of a training step", "predicted, at its peak", rows, _size)
-    yield chart("Operations", "without views and bookkeeping", _operations(blocks), "{:,.0f}".format)
+    yield chart("Operations", "without views and bookkeeping", _operation_bars(blocks), "{:,.0f}".format)
 
 
-def _parts(step: Memory) -> dict[str, float]:
+def _memory_parts(step: Memory) -> dict[str, float]:
     return {"weights": step.weights, "AdamW's state": step.optimizer, **step.classes}
 
 
-def _operations(blocks: Iterable[Block]) -> list[Bar]:
+def _operation_bars(blocks: Iterable[Block]) -> list[Bar]:
     """Return the number of operations by the rule that fuses them."""
     counts: tuple[Counter[str], Counter[str]] = Counter(), Counter()
     for block in blocks:

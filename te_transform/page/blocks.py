@@ -74,12 +74,16 @@ def _refused_in(
     others = [other.paths[0] for other in pieces if len(other.paths[0]) > len(piece.paths[0])]
     first = next(other for other in pieces if other.path == piece.path)
     for site in refused:
-        inner = _below(piece.paths[0], site.path)
-        if piece is first and inner is not None and all(_below(other, site.path) is None for other in others):
+        inner = _relative_path(piece.paths[0], site.path)
+        if (
+            piece is first
+            and inner is not None
+            and all(_relative_path(other, site.path) is None for other in others)
+        ):
             yield replace(site, path=inner)
 
 
-def _below(path: str, inner: str) -> str | None:
+def _relative_path(path: str, inner: str) -> str | None:
     """Return `inner` relative to the module path `path`, or None if it lies outside the module."""
     if not path or inner == path:
         return inner if not path else ""
@@ -88,10 +92,10 @@ def _below(path: str, inner: str) -> str | None:
 
 def _shape(piece: DrawnPiece) -> tuple:
     """Return a key that is equal for pieces drawn as one."""
-    return unnumbered(piece.paths[0]), *(tuple(_told(piece, side)) for side in ("before", "after"))
+    return unnumbered(piece.paths[0]), *(tuple(_comparable(piece, side)) for side in ("before", "after"))
 
 
-def _told(piece: DrawnPiece, side: Side) -> Iterator[tuple]:
+def _comparable(piece: DrawnPiece, side: Side) -> Iterator[tuple]:
     """Yield the operations of one side in a form that is equal for equal pieces."""
     nodes = [(node, place) for place, pair in enumerate(piece.pairs) for node in getattr(pair, side)]
     places = {node: place for place, (node, _) in enumerate(nodes)}

@@ -17,7 +17,7 @@ _RULES = {
     "pad_vocabulary": 280,
     "experts": 180,
 }
-_CLASSES = {
+_HUES = {
     "products": 255,
     "attention": 75,
     "norms": 155,
@@ -34,15 +34,15 @@ _CLASSES = {
     "gradients": 325,
     "outputs": 55,
 }
-_UNKNOWN = (90, 130, 170, 190, 230, 270, 295, 320)  # no red, which means failure
+_OTHER_HUES = (90, 130, 170, 190, 230, 270, 295, 320)  # no red, which means failure
 
 
 def hue_of(rule: str) -> int:
     """Return the hue of a rule in OKLCH, in degrees; rules of other packages get one by their name."""
-    return _RULES.get(rule) or _UNKNOWN[zlib.crc32(rule.encode()) % len(_UNKNOWN)]
+    return _RULES.get(rule) or _OTHER_HUES[zlib.crc32(rule.encode()) % len(_OTHER_HUES)]
 
 
 def color_of(kind: str) -> str:
     """Return the CSS color of a class of operations or of a rule; gray for classes without a color."""
-    hue = _CLASSES.get(kind) or _RULES.get(kind)
+    hue = _HUES.get(kind) or _RULES.get(kind)
     return f"oklch(0.68 0.13 {hue})" if hue else "oklch(0.68 0 0)"

@@ -12,12 +12,12 @@ from te_transform.graph.nodes import name_in_model
 from te_transform.plan.rule import Outcome
 from te_transform.report.drawing import call_of, described, module_text
 
-_ARGUMENT = re.compile(r"^[lL]_(kwargs_|args_)?|_$")  # dynamo's prefixes and suffix of argument names
+_DYNAMO_AFFIXES = re.compile(r"^[lL]_(kwargs_|args_)?|_$")  # dynamo's prefixes and suffix of argument names
 
 
 def argument_text(node: fx.Node) -> str:
     """Return the name of a graph input in a call of the model, "input 1" for an argument without a name."""
-    name = _ARGUMENT.sub("", node.name)
+    name = _DYNAMO_AFFIXES.sub("", node.name)
     return f"input {name}" if name.isdecimal() else name
 
 
@@ -31,10 +31,10 @@ def detail(node: fx.Node) -> str:
     lines = [node.name, described(node), module_text(node), call_of(node), *tensors]
     spelled = node.meta.get("spelled", ())
     captured = [f"captured as: {', '.join(map(str, spelled))}"] if len(spelled) > 1 else []
-    return "\n".join(filter(None, [*lines, *captured, *_numbers(node.meta.get("outcome"))]))
+    return "\n".join(filter(None, [*lines, *captured, *_number_lines(node.meta.get("outcome"))]))
 
 
-def _numbers(outcome: Outcome | None) -> Iterator[str]:
+def _number_lines(outcome: Outcome | None) -> Iterator[str]:
     """Yield lines on a fused op's predicted time, precision, memory and measured errors."""
     if outcome is None:
         return

@@ -43,7 +43,7 @@ def divided(part: Part) -> list[DrawnPiece]:
     layers is one piece.
     """
     pairs = [pair for pair in paired(part.before, part.after) if pair.node.op != "placeholder"]
-    layers = _layers(pairs)
+    layers = _layer_paths(pairs)
     around = {layer[:depth] for layer in layers for depth in range(len(layer))}
     seen: set[tuple[str, ...]] = set()  # the lists of layers so far
     found: dict[tuple, DrawnPiece] = {}
@@ -54,7 +54,7 @@ def divided(part: Part) -> list[DrawnPiece]:
             seen.add(layer[:-1])
             path, key = layer, (layer,)
         else:
-            path = _beside(parts, around)
+            path = _outermost_path(parts, around)
             key = path, len(seen)
         found.setdefault(key, DrawnPiece(part, ".".join(path), [])).pairs.append(pair)
     return [*found.values()]
@@ -67,7 +67,7 @@ def _words(pair: NodePair) -> tuple[str, ...]:
     return tuple(path.split(".")) if path else ()
 
 
-def _layers(pairs: Iterable[NodePair]) -> set[tuple[str, ...]]:
+def _layer_paths(pairs: Iterable[NodePair]) -> set[tuple[str, ...]]:
     """Return the paths of layers: numbered modules that have modules inside, or several operations."""
     sizes: Counter[tuple[str, ...]] = Counter()
     for pair in pairs:
@@ -78,7 +78,7 @@ def _layers(pairs: Iterable[NodePair]) -> set[tuple[str, ...]]:
     return {layer for layer, size in sizes.items() if size >= _MANY}
 
 
-def _beside(parts: Sequence[str], around: set[tuple[str, ...]]) -> tuple[str, ...]:
+def _outermost_path(parts: Sequence[str], around: set[tuple[str, ...]]) -> tuple[str, ...]:
     """Return the path of the outermost module that has no layers inside, or of the code around layers."""
     depth = next((depth for depth in range(len(parts) + 1) if parts[:depth] not in around), len(parts))
     return tuple(parts[: depth if around else 0])

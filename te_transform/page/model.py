@@ -33,13 +33,13 @@ def model(blocks: Sequence[Block]) -> str:
     every = '<button id="every" type="button">open all</button>'
     bar = f'<p class="controls">{asked} {minor} {every} <output id="found"></output></p>'
     drawn = "".join(_block(number, block) for number, block in enumerate(blocks))
-    data = json.dumps([_data(block) for block in blocks], separators=(",", ":")).replace("<", "\\u003c")
+    data = json.dumps([_block_data(block) for block in blocks], separators=(",", ":")).replace("<", "\\u003c")
     head = f'<h2>The model, before and after</h2><p class="key">{key}</p>{merged}{bar}'
     script = f'<script type="application/json" id="data">{data}</script>'
     return f'<section id="model">{head}<div id="blocks">{drawn}</div>{script}</section>'
 
 
-def _data(block: Block) -> dict:
+def _block_data(block: Block) -> dict:
     """Return a block for page.js; _listing() has the texts of its operations."""
     sides = [
         [[each.title, each.value, each.rule, each.kind, each.pair, each.reads] for each in side]
@@ -53,7 +53,9 @@ def _block(number: int, block: Block) -> str:
     """Return a block, open if something is fused or refused in it."""
     rules = dict.fromkeys(each.rule for each in block.after if each.rule)
     counts = [sum(map(computes, side)) for side in (block.before, block.after)]
-    told = f"{_operations(counts[0])}, {f'after: {_operations(counts[1])}' if rules else 'unchanged'}"
+    told = (
+        f"{_operation_count(counts[0])}, {f'after: {_operation_count(counts[1])}' if rules else 'unchanged'}"
+    )
     several = f' <b class="times">&times; {block.count}</b>' if block.count > 1 else ""
     refusals = f'<span class="chip refusal">{len(block.refused)} refused</span>' if block.refused else ""
     name = f"<code>{breakable(block.name)}</code>{several}"
@@ -76,7 +78,7 @@ def _equal(block: Block) -> str:
     return f'<details class="equal">{summary}<ol>{names}</ol></details>'
 
 
-def _operations(count: int) -> str:
+def _operation_count(count: int) -> str:
     return f"{count} operation{'' if count == 1 else 's'}"
 
 

@@ -47,12 +47,12 @@ def paired(before: fx.Graph, after: fx.Graph) -> list[NodePair]:
         pairs[node] = pairs[whole] if is_fused(whole) and whole is not node else NodePair(order=place)
         pairs[node].after.append(node)
     fused = {name: pair for node, pair in pairs.items() for name in _replaced_by(node)}
-    kept = {_key(node): pair for node, pair in pairs.items()}
+    kept = {_origin_of(node): pair for node, pair in pairs.items()}
     found: dict[fx.Node, NodePair] = {}
     nodes = shown_nodes(before)
     for place, node in reversed([*enumerate(nodes)]):
         readers = {found[user] for user in node.users if user in found}
-        pair = fused.get(node.meta.get("origin", "")) or kept.get(_key(node))
+        pair = fused.get(node.meta.get("origin", "")) or kept.get(_origin_of(node))
         if pair is None and len(readers) == 1 and is_fused((only := next(iter(readers))).node):
             pair = only
         if pair is None:
@@ -74,7 +74,7 @@ def _replaced_by(node: fx.Node) -> Iterator[str]:
     return iter(() if outcome is None else outcome.inside)
 
 
-def _key(node: fx.Node) -> str:
+def _origin_of(node: fx.Node) -> str:
     return node.meta.get("origin") or node.name
 
 

@@ -43,7 +43,7 @@ class DrawnOperation:
     reads: tuple[int, ...]
 
 
-def _named(node: fx.Node) -> str:
+def _value_name(node: fx.Node) -> str:
     """Return the name of a value in the model's code, without the number that tells it from others."""
     return re.sub(r"_\d+$", "", node.meta.get("origin") or rule_of(node) or node.name)
 
@@ -105,7 +105,7 @@ class Sketch:
         numbers = dict.fromkeys(self.home[each][0] for each in same if each in self.home)
         self.sources.update(numbers.keys() - {self.number})
         told = f"from {self._blocks(numbers, 'the layer before')}"
-        return DrawnOperation(_named(node), told, "", "port", f"{detail(node)}\n{told}", pair, ())
+        return DrawnOperation(_value_name(node), told, "", "port", f"{detail(node)}\n{told}", pair, ())
 
     def _exit(
         self, same: Sequence[fx.Node], inside: Sequence[set[fx.Node]], pair: int, place: int
@@ -125,7 +125,9 @@ class Sketch:
         told = [self._blocks(numbers, "the next layer")] if numbers else []
         told += ["the output"] * any(user.op == "output" for user in readers)
         text = f"to {', '.join(told)}"
-        yield DrawnOperation(_named(same[0]), text, "", "port", f"{detail(same[0])}\n{text}", pair, (place,))
+        yield DrawnOperation(
+            _value_name(same[0]), text, "", "port", f"{detail(same[0])}\n{text}", pair, (place,)
+        )
 
     def _blocks(self, numbers: Iterable[int], own: str) -> str:
         return ", ".join(own if number == self.number else self.names[number] for number in numbers)

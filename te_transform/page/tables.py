@@ -10,7 +10,7 @@ from te_transform.execution.timing import duration
 from te_transform.page.colors import hue_of
 from te_transform.report.places import Places
 
-_NUMBERS = ("fused", "refused", "active", "saves", "costs")  # columns
+_NUMBER_COLUMNS = ("fused", "refused", "active", "saves", "costs")  # columns
 
 
 def heading(title: str) -> str:
@@ -37,13 +37,13 @@ def tables(fused: Sequence[Places], refused: Sequence[Places]) -> str:
         ("What was fused", "fused", "saves", fused),
     ]
     return "\n".join(
-        f"<h2>{title}</h2>{table(name, [_row(name, priced, places) for places in rows])}"
+        f"<h2>{title}</h2>{table(name, [_table_row(name, priced, places) for places in rows])}"
         for title, name, priced, rows in found
         if rows
     )
 
 
-def table(name: str, rows: Sequence[Mapping[str, str]], numbers: Iterable[str] = _NUMBERS) -> str:
+def table(name: str, rows: Sequence[Mapping[str, str]], numbers: Iterable[str] = _NUMBER_COLUMNS) -> str:
     """Return an HTML table; rows are cells of HTML by the names of their columns, without empty columns."""
     columns = [column for column in rows[0] if any(row[column] for row in rows)]
     styles = {column: " class=count" * (column in numbers) for column in columns}
@@ -56,7 +56,7 @@ def table(name: str, rows: Sequence[Mapping[str, str]], numbers: Iterable[str] =
     return f'<table class="sites {name}">\n<tr>{head}</tr>\n{body}\n</table>'
 
 
-def _row(name: str, priced: str, places: Places) -> dict[str, str]:
+def _table_row(name: str, priced: str, places: Places) -> dict[str, str]:
     where = "<br>".join(f"<code>{breakable(path)}</code> x{count}" for path, count in places.patterns)
     why = "".join(f"<li>{escape(reason)}</li>" for reason in places.reasons)
     return {

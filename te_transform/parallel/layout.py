@@ -214,11 +214,11 @@ class _LayingOut:
 
     def _attention(self, linear: fx.Node) -> fx.Node | None:
         """Return the attention that reads a linear's result without another linear in between."""
-        return next((node for node in _reached(linear) if node.target is ops.sdpa), None)
+        return next((node for node in _dependents(linear) if node.target is ops.sdpa), None)
 
     def _readers(self, attention: fx.Node) -> set[fx.Node]:
         """Return the linears that read an attention's output."""
-        return {node for node in _reached(attention) if node.target is ops.linear}
+        return {node for node in _dependents(attention) if node.target is ops.linear}
 
     def _indivisible_heads(self, attention: fx.Node) -> str:
         query, key = attention.args[:2]
@@ -294,7 +294,7 @@ class _LayingOut:
         self.layout.places.append(Place("embedding", path_of(node)))
 
 
-def _reached(node: fx.Node) -> Iterator[fx.Node]:
+def _dependents(node: fx.Node) -> Iterator[fx.Node]:
     """Return the nodes that depend on a value, up to the next linears."""
     waiting, seen = [*node.users], set()
     while waiting:

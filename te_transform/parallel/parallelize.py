@@ -65,24 +65,24 @@ def parallelize(
         ParallelError: the model, the mesh or both do not fit; nothing has been changed then.
         OptionError, InputError, TraceError: as convert() does.
     """
-    state, ranks = _checked(converted, mesh)
+    state, ranks = _check_converted(converted, mesh)
     check_skip(globs := globs_of(skip), converted)
     if not isinstance(sequence_parallel, bool):
         raise OptionError(f"sequence_parallel is {sequence_parallel!r}, True or False is needed")
     sample = as_inputs(converted, example_inputs)[0]
     forms = state.options.forms
-    found = _laid_out(
+    found = _find_layout(
         converted, sample, lambda graph: lay_out(canonicalize(graph, forms), ranks.count, globs)
     )
     _check_found(converted, found, ranks)
     parallel = Parallel(ranks, sequence_parallel, tuple(found.places), forms)
     with _keeping_scales(converted, state.precision, ranks) as load_scales:
-        before = _outputs(converted, sample, ranks)
+        before = _floating_outputs(converted, sample, ranks)
         with parallel.distributed(converted, found.shards):
             state.divide(parallel)
             try:
                 load_scales()
-                after = _outputs(converted, sample, ranks)
+                after = _floating_outputs(converted, sample, ranks)
                 _check_outputs(converted, before, after, ranks, state.precision is not None)
             except BaseException:
                 state.divide(None)
@@ -91,7 +91,7 @@ def parallelize(
     return converted
 
 
-def _checked(converted: Any, mesh: Any) -> tuple[Runner, Ranks]:
+def _check_converted(converted: Any, mesh: Any) -> tuple[Runner, Ranks]:
     kind = type(converted).__name__
     if not isinstance(converted, nn.Module):
         raise ParallelError(f"parallelize() was given a {kind}, a converted model is needed")
@@ -182,7 +182,7 @@ class _Found:
     places: dict[Place, None] = field(default_factory=dict)
 
 
-def _laid_out(model: nn.Module, sample: Inputs, lay: Callable[[fx.Graph], ShardLayout]) -> _Found:
+def _find_layout(model: nn.Module, sample: Inputs, lay: Callable[[fx.Graph], ShardLayout]) -> _Found:
     """Find what the ranks divide of the forward, on tensors without memory if possible."""
     for tensors in ways_to_call(model):
         found = _Found()
@@ -261,7 +261,7 @@ def _keeping_scales(
     precision.load_scales(common[0])
 
 
-def _outputs(model: nn.Module, sample: Inputs, ranks: Ranks) -> list[Tensor]:
+def _floating_outputs(model: nn.Module, sample: Inputs, ranks: Ranks) -> list[Tensor]:
     """Return the floating outputs in evaluation on the first rank's sample; none on the meta device."""
     if any(parameter.is_meta for parameter in model.parameters()):
         return []

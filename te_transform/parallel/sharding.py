@@ -20,7 +20,7 @@ from te_transform.graph.nodes import argument, called, is_tensor_node, shape_of,
 from te_transform.parallel.collectives import Shards
 
 Held = Mapping[fx.Node, Shards]  # the values that are sharded, each of a tuple of tensors alike
-_LARGE = 1_000_003  # a prime that is no size of a tensor
+_NO_SIZE = 1_000_003  # a prime that is no size of a tensor
 
 
 class Refusal(Exception):
@@ -81,7 +81,7 @@ def _the(node: fx.Node) -> str:
     return "the model's output" if node.op == "output" else f"the {called(node)}"
 
 
-def _linear(node: fx.Node, held: Held, ranks: int) -> ShardingStep:
+def _linear_step(node: fx.Node, held: Held, ranks: int) -> ShardingStep:
     x, weight, bias = (*node.args, None)[:3]
     of_x, of_weight = held.get(x), held.get(weight)
     if of_weight is None:
@@ -105,7 +105,7 @@ def _embedding(node: fx.Node, held: Held, ranks: int) -> ShardingStep:
     return ShardingStep(None, is_term=True)
 
 
-def _elementwise(node: fx.Node, held: Held, ranks: int) -> ShardingStep:
+def _elementwise_step(node: fx.Node, held: Held, ranks: int) -> ShardingStep:
     """Broadcasting: a whole argument is read as it is where it has no such dimension, or one of size 1."""
     given = [arg for arg in node.all_input_nodes if is_tensor_node(arg)]
     return _aligned(node, given, held)
@@ -118,14 +118,14 @@ def _aligned(node: fx.Node, given: list[fx.Node], held: Held) -> ShardingStep:
     (shards,) = found
     if shape_of(node)[shards.dim] != shards.size:
         raise Refusal(f"{_the(node)} repeats shards, a dimension that stays is needed")
-    full = [arg for arg in given if arg not in held and _size(arg, shards.dim) == shards.size]
-    alone = [arg for arg in given if arg in held and _size(arg, shards.dim) != shards.size]
+    full = [arg for arg in given if arg not in held and _size_or_one(arg, shards.dim) == shards.size]
+    alone = [arg for arg in given if arg in held and _size_or_one(arg, shards.dim) != shards.size]
     if alone:
         raise Refusal(f"{_the(node)} reads shards of another size, equal ones are needed")
     return ShardingStep(shards, share=dict.fromkeys(full, shards) if shards.size > 1 else {})
 
 
-def _size(node: fx.Node, dim: int) -> int:
+def _size_or_one(node: fx.Node, dim: int) -> int:
     shape = shape_of(node)
     return shape[dim] if len(shape) >= -dim else 1
 
@@ -140,19 +140,19 @@ def _over_last(node: fx.Node, held: Held, ranks: int) -> ShardingStep:
     return ShardingStep(held[x])
 
 
-def _rope(node: fx.Node, held: Held, ranks: int) -> ShardingStep:
+def _rope_step(node: fx.Node, held: Held, ranks: int) -> ShardingStep:
     _over_last(node, held, ranks)
-    return _elementwise(node, held, ranks)
+    return _elementwise_step(node, held, ranks)
 
 
-def _softmax(node: fx.Node, held: Held, ranks: int) -> ShardingStep:
+def _softmax_step(node: fx.Node, held: Held, ranks: int) -> ShardingStep:
     shards = held[node.args[0]]
     if node.args[1] % -len(shape_of(node)) == shards.dim:
         raise Refusal("a softmax reads all of a dimension, one that is not sharded is needed")
     return ShardingStep(shards)
 
 
-def _sdpa(node: fx.Node, held: Held, ranks: int) -> ShardingStep:
+def _sdpa_step(node: fx.Node, held: Held, ranks: int) -> ShardingStep:
     query, key, value_, mask = node.args[:4]
     found = [held.get(x) for x in (query, key, value_)]
     whole = tuple(x for x in (query, key, value_) if x not in held)
@@ -171,14 +171,14 @@ def _sdpa(node: fx.Node, held: Held, ranks: int) -> ShardingStep:
         if found[0].copies > 1 or not (pick or of_keys.size == of_keys.shares(ranks)):
             raise Refusal("ranks have copies of several heads of keys, of one head each are needed")
     masks = [x for x in (mask, argument(node, "hidden")) if isinstance(x, fx.Node)]
-    same = [x for x in masks if x not in held and _size(x, found[0].dim) == found[0].size > 1]
+    same = [x for x in masks if x not in held and _size_or_one(x, found[0].dim) == found[0].size > 1]
     share = dict.fromkeys(same, found[0])
     if (sinks := argument(node, "sinks")) is not None:
         share[sinks] = replace(found[0], dim=-1)
     return ShardingStep(found[0], share=share, pick=pick)
 
 
-def _product(node: fx.Node, held: Held, ranks: int) -> ShardingStep:
+def _batched_product_step(node: fx.Node, held: Held, ranks: int) -> ShardingStep:
     """Apply the rule of a matrix product that is sharded by batches."""
     given = [arg for arg in node.all_input_nodes if is_tensor_node(arg)]
     if any(held[arg].dim > -3 for arg in given if arg in held):
@@ -186,18 +186,18 @@ def _product(node: fx.Node, held: Held, ranks: int) -> ShardingStep:
     return _aligned(node, given, held)
 
 
-def _reshape(node: fx.Node, held: Held, ranks: int) -> ShardingStep:
+def _reshape_step(node: fx.Node, held: Held, ranks: int) -> ShardingStep:
     x = node.args[0]
-    shards = _reshaped(tuple(shape_of(x)), tuple(shape_of(node)), held[x], ranks)
+    shards = _reshaped_shards(tuple(shape_of(x)), tuple(shape_of(node)), held[x], ranks)
     return ShardingStep(shards, args={1: Local(shards)})
 
 
-def _reshaped(before: tuple[int, ...], after: tuple[int, ...], shards: Shards, ranks: int) -> Shards:
+def _reshaped_shards(before: tuple[int, ...], after: tuple[int, ...], shards: Shards, ranks: int) -> Shards:
     """Return the shards of a tensor after a reshape from `before` to `after`."""
     is_empty = [size == 0 for size in after]
     before, after = _without_zeros(before, after)
     at = len(before) + shards.dim
-    old, new = next((old, new) for old, new in _groups(before, after) if at in old)
+    old, new = next((old, new) for old, new in _dim_groups(before, after) if at in old)
     sizes = [size for size in (after[i] for i in new) if size != 1]
     alike = shards.copies > 1 and shards.shares(ranks) == 1  # all ranks have all of it, which is one head
     if alike and new[0] > 0 and after[new[0] - 1] == 1:
@@ -233,7 +233,7 @@ def _without_zeros(before: tuple[int, ...], after: tuple[int, ...]) -> tuple[tup
     The same reshape of a larger batch has such sizes. Both shapes hold equally many numbers afterwards.
     """
     zeros = max(shape.count(0) for shape in (before, after))
-    sizes = [_LARGE**2**number for number in range(zeros)]
+    sizes = [_NO_SIZE**2**number for number in range(zeros)]
     rests = [math.prod(size for size in shape if size) for shape in (before, after)]
     total, found = math.lcm(*rests) * math.prod(sizes), []
     for shape, rest in zip((before, after), rests, strict=True):
@@ -243,7 +243,7 @@ def _without_zeros(before: tuple[int, ...], after: tuple[int, ...]) -> tuple[tup
     return tuple(found)
 
 
-def _groups(before: tuple[int, ...], after: tuple[int, ...]) -> Iterator[tuple[list[int], list[int]]]:
+def _dim_groups(before: tuple[int, ...], after: tuple[int, ...]) -> Iterator[tuple[list[int], list[int]]]:
     """Yield the groups of dimensions of two shapes that hold the same elements, in order."""
     i = j = 0
     while i < len(before) or j < len(after):
@@ -283,19 +283,19 @@ def _permute(node: fx.Node, held: Held, ranks: int) -> ShardingStep:
     )
 
 
-def _unsqueeze(node: fx.Node, held: Held, ranks: int) -> ShardingStep:
+def _unsqueeze_step(node: fx.Node, held: Held, ranks: int) -> ShardingStep:
     x, dim = node.args
     return ShardingStep(held[x].on(held[x].dim - (held[x].dim <= dim)))
 
 
-def _expand(node: fx.Node, held: Held, ranks: int) -> ShardingStep:
+def _expand_step(node: fx.Node, held: Held, ranks: int) -> ShardingStep:
     shards = held[node.args[0]]
     if shape_of(node)[shards.dim] != shards.size:
         raise Refusal("an expand repeats shards, a dimension that stays is needed")
     return ShardingStep(shards, args={1: Local(shards)})
 
 
-def _columns(node: fx.Node, held: Held, ranks: int) -> ShardingStep:
+def _columns_step(node: fx.Node, held: Held, ranks: int) -> ShardingStep:
     x, start, stop = node.args
     shards = held[x]
     if shards.dim != -1:
@@ -341,7 +341,7 @@ def _getitem(node: fx.Node, held: Held, ranks: int) -> ShardingStep:
     return ShardingStep(held[x].on(out.index(at) - len(out)))
 
 
-def _pieces(node: fx.Node, held: Held, ranks: int) -> ShardingStep:
+def _pieces_step(node: fx.Node, held: Held, ranks: int) -> ShardingStep:
     """torch.split and torch.chunk of another dimension than the sharded one."""
     x, dim = node.args[0], node.args[2]
     if held[x].dim == dim:
@@ -356,7 +356,7 @@ def _unbind(node: fx.Node, held: Held, ranks: int) -> ShardingStep:
     return ShardingStep(held[x].on(held[x].dim + (held[x].dim < dim)))
 
 
-def _cat(node: fx.Node, held: Held, ranks: int) -> ShardingStep:
+def _cat_step(node: fx.Node, held: Held, ranks: int) -> ShardingStep:
     found = _aligned(node, list(node.args[0]), held)
     if found.shards.dim == node.args[1]:
         raise Refusal("a cat joins shards along their dimension, another one is needed")
@@ -372,7 +372,7 @@ def _repeat_interleave(node: fx.Node, held: Held, ranks: int) -> ShardingStep:
     return ShardingStep(replace(shards, parts=parts) if shards.dim == dim else shards)
 
 
-def _cross_entropy(node: fx.Node, held: Held, ranks: int) -> ShardingStep:
+def _cross_entropy_step(node: fx.Node, held: Held, ranks: int) -> ShardingStep:
     logits, targets = node.args[:2]
     if logits not in held or held[logits].dim != -1 or len(held[logits].parts) > 1 or targets in held:
         raise Refusal("a cross entropy reads shards of rows, shards of the classes are needed")
@@ -387,24 +387,24 @@ _ELEMENTWISE = (
 )  # fmt: skip
 
 RULES: dict[Any, ShardingRule] = {
-    **dict.fromkeys(_ELEMENTWISE, _elementwise),
+    **dict.fromkeys(_ELEMENTWISE, _elementwise_step),
     **dict.fromkeys(ops.NORMS, _over_last),
-    **dict.fromkeys((torch.matmul, torch.bmm), _product),
+    **dict.fromkeys((torch.matmul, torch.bmm), _batched_product_step),
     **dict.fromkeys((torch.transpose, torch.t), _transpose),
-    **dict.fromkeys((torch.split, torch.chunk), _pieces),
-    ops.linear: _linear,
-    ops.rope: _rope,
-    ops.sdpa: _sdpa,
-    ops.columns: _columns,
-    ops.cross_entropy: _cross_entropy,
+    **dict.fromkeys((torch.split, torch.chunk), _pieces_step),
+    ops.linear: _linear_step,
+    ops.rope: _rope_step,
+    ops.sdpa: _sdpa_step,
+    ops.columns: _columns_step,
+    ops.cross_entropy: _cross_entropy_step,
     F.embedding: _embedding,
-    torch.softmax: _softmax,
-    torch.reshape: _reshape,
+    torch.softmax: _softmax_step,
+    torch.reshape: _reshape_step,
     torch.permute: _permute,
-    torch.unsqueeze: _unsqueeze,
-    torch.Tensor.expand: _expand,
+    torch.unsqueeze: _unsqueeze_step,
+    torch.Tensor.expand: _expand_step,
     torch.unbind: _unbind,
-    torch.cat: _cat,
+    torch.cat: _cat_step,
     torch.repeat_interleave: _repeat_interleave,
     operator.getitem: _getitem,
 }

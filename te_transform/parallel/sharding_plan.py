@@ -35,7 +35,7 @@ class ShardingPlan:
         parameters = [node for node in graph.nodes if node.op == "placeholder" and node.name in shards]
         self.shards = {node: shards[node.name] for node in parameters}
         self.shapes = {n: tuple(shape_of(n)) for n in graph.nodes if is_tensor_node(n)}
-        self.trained = _trained(graph)
+        self.trained = _values_with_gradient(graph)
         self.entered: set[fx.Node] = set()
         nodes = [node for node in graph.nodes if node.op not in ("placeholder", "get_attr")]
         self.steps = {node: self._step(node) for node in nodes}
@@ -84,7 +84,7 @@ class ShardingPlan:
         return Shards(sizes[longest] - len(shape), (longest,)) if longest else None
 
 
-def _trained(graph: fx.Graph) -> set[fx.Node]:
+def _values_with_gradient(graph: fx.Graph) -> set[fx.Node]:
     """Return the values that may have a gradient."""
     found = {n for n in graph.nodes if n.op == "placeholder" and getattr(value(n), "requires_grad", 0)}
     for node in graph.nodes:

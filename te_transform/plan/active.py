@@ -16,8 +16,8 @@ from te_transform.plan.options import Options
 from te_transform.plan.precision_plan import PrecisionPlan
 
 AS_FAST = "uncompiled and in the weights' own dtype, fused products are faster only in gated MLPs"
-_ALONE = "in plain PyTorch, a linear by itself stays as it is"
-_COMPILED = "left to the compiler, which fuses it by itself"
+_SINGLE_LINEAR = "in plain PyTorch, a linear by itself stays as it is"
+_LEFT_TO_COMPILER = "left to the compiler, which fuses it by itself"
 _BY_COMPILER = (
     plain.Linear, plain.LayerNormLinear, plain.WideLinear, plain.Rotary, plain.CrossEntropy, ChunkedLoss,
 )  # fmt: skip
@@ -53,7 +53,7 @@ def why_inactive(path: str, plan: Plan, options: Options, precision: PrecisionPl
 def _compiled(plan: Plan, in_fp8: set[Site]) -> Iterator[tuple[Site, str]]:
     for site in plan.sites:
         if isinstance(site.fused, _BY_COMPILER) and site not in in_fp8:
-            yield site, _COMPILED
+            yield site, _LEFT_TO_COMPILER
 
 
 def _uncompiled(
@@ -67,7 +67,7 @@ def _uncompiled(
     few = next(iter(small.values()), AS_FAST) if products and None not in small.values() else None
     for site in plan.sites:
         if type(site.fused) is plain.Linear and not has_kernels and len(site.weights[0]) == 1:
-            why = _ALONE
+            why = _SINGLE_LINEAR
         elif few and not limits.ignore_size_limits and (site in products or _goes_with(site, small)):
             why = few
         elif site in products and has_kernels:
@@ -87,10 +87,10 @@ def _goes_with(site: Site, gaining: dict[Site, str | None]) -> bool:
 
 def _too_small(site: Site, in_fp8: bool, in_graphs: bool) -> str | None:
     rows = math.prod(shape_of(site.node.args[0])[:-1])
-    return _few_rows(rows, min(shape_of(site.weights[0][0])), in_fp8, in_graphs)
+    return _too_few_rows(rows, min(shape_of(site.weights[0][0])), in_fp8, in_graphs)
 
 
-def _few_rows(
+def _too_few_rows(
     rows: int, width: int, in_fp8: bool = False, in_graphs: bool = False, what: str = "fused products gain"
 ) -> str | None:
     least = limits.break_even_rows(width, in_fp8, in_graphs)
@@ -112,7 +112,7 @@ def _too_small_for_kernel(site: Site, in_graphs: bool, has_kernels: bool) -> str
         return None
     if isinstance(site.fused, plain.Rotary) and len(shape_of(first)) == 4:
         batch, heads, length, width = shape_of(first)
-        return _few_rows(batch * length, heads * width, what="TE's rotary kernel gains")
+        return _too_few_rows(batch * length, heads * width, what="TE's rotary kernel gains")
     if isinstance(site.fused, plain.DotProductAttention):
         return _small_attention(first, others, in_graphs)
     if isinstance(site.fused, plain.WideLinear):

@@ -37,10 +37,10 @@ def assign(
     named = asked if isinstance(asked, PrecisionPlan) else PrecisionPlan(asked)
     decided: dict[str, str | None] = {}
     for prefix, plan in plans:
-        heads = set() if prefix else set(_heads(plan))
+        heads = set() if prefix else set(_head_sites(plan))
         for site, path in product_paths(plan).items():
             path = path_below(prefix, path)
-            decided[path] = _why_not(site, path, site in heads, named, backend)
+            decided[path] = _why_not_fp8(site, path, site in heads, named, backend)
     decided |= {path: named.sites[path] for path in others if path in named.sites and path not in decided}
     if unknown := sorted(named.sites.keys() - decided.keys()):
         raise PrecisionError(
@@ -59,9 +59,9 @@ def put_in_recipe(plan: Plan, options: Options) -> None:
     """
     asked = options.recipe
     named = PrecisionPlan(asked.recipe if isinstance(asked, PrecisionPlan) else asked)
-    heads = set(_heads(plan))
+    heads = set(_head_sites(plan))
     for site, path in product_paths(plan).items():
-        site.fused.in_fp8 = _why_not(site, path, site in heads, named, options.backend) is None
+        site.fused.in_fp8 = _why_not_fp8(site, path, site in heads, named, options.backend) is None
 
 
 def products_in(plans: Iterable[tuple[str, Plan]], precision: PrecisionPlan) -> dict[str, bool]:
@@ -91,10 +91,10 @@ def product_paths(plan: Plan) -> dict[Site, str]:
     return {site: site.path if sharing[site.path] == 1 else site.name for site in sites}
 
 
-def _why_not(site: Site, path: str, is_head: bool, named: PrecisionPlan, backend: Backend) -> str | None:
+def _why_not_fp8(site: Site, path: str, is_head: bool, named: PrecisionPlan, backend: Backend) -> str | None:
     """Return why the site stays out of FP8, or None if it runs in FP8."""
     multiple = backend.multiple(backend.recipe_of(named.recipe))
-    reasons = [*_foreign(site, backend), *_wide(site), *_odd(site, multiple)]
+    reasons = [*_foreign(site, backend), *_too_wide(site), *_odd_sizes(site, multiple)]
     reasons += [named.sites[path]] if path in named.sites else _head(is_head)
     return next((why for why in reasons if why is not None), None)
 
@@ -116,7 +116,7 @@ def _foreign(site: Site, backend: Backend) -> Iterator[str]:
         )
 
 
-def _wide(site: Site) -> Iterator[str]:
+def _too_wide(site: Site) -> Iterator[str]:
     dtypes = {dtype_of(parameter) for weight in site.weights for parameter in weight}
     if not dtypes <= {*DTYPES, torch.float32}:
         found = ", ".join(sorted(map(dtype_name, dtypes)))
@@ -126,7 +126,7 @@ def _wide(site: Site) -> Iterator[str]:
         )
 
 
-def _odd(site: Site, multiple: int) -> Iterator[str]:
+def _odd_sizes(site: Site, multiple: int) -> Iterator[str]:
     for place in site.fused.PRODUCTS:
         shape = value(site.node.args[place]).shape
         if any(size % multiple for size in shape):
@@ -137,7 +137,7 @@ def _odd(site: Site, multiple: int) -> Iterator[str]:
             )
 
 
-def _heads(plan: Plan) -> Iterator[Site]:
+def _head_sites(plan: Plan) -> Iterator[Site]:
     """Yield the sites with one product whose result is used only as the model's output.
 
     Between product and output there are only functions of one tensor, and a bias.
@@ -148,13 +148,13 @@ def _heads(plan: Plan) -> Iterator[Site]:
         if node.op == "output":
             towards_output.add(node)
         elif node.op != "placeholder" and towards_output.issuperset(node.users):
-            if node not in sites and len(_sources(node)) == 1:
+            if node not in sites and len(_floating_inputs(node)) == 1:
                 towards_output.add(node)
             elif node in sites and len(sites[node].weights) == 1:
                 yield sites[node]
 
 
-def _sources(node: fx.Node) -> list[fx.Node]:
+def _floating_inputs(node: fx.Node) -> list[fx.Node]:
     """Return the floating-point inputs of the node, without a bias that it adds."""
     added = node.target is torch.add
     return [n for n in node.all_input_nodes if _is_floating(n) and not (added and is_model_tensor(n))]

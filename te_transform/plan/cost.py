@@ -61,18 +61,18 @@ def works_of(
     """
     found = []
     for path, plan in plans:
-        runs = _runs(plan, way, precision)
+        runs = _run_mode(plan, way, precision)
         work = sum(map(computed, plan.before.nodes), Work())
-        work = sum(chain(_moved(plan, runs), _odd(plan.before.nodes, plan, runs)), work)
+        work = sum(chain(_moved(plan, runs), _odd_products(plan.before.nodes, plan, runs)), work)
         if precision is not None and runs not in (AS_IT_IS, CAPTURED):
-            work = sum(_in_fp8(path, plan, precision, runs.in_cuda_graphs), work)
+            work = sum(_saved_by_fp8(path, plan, precision, runs.in_cuda_graphs), work)
         work = work.times(1 + BACKWARD) if training else work
         share = 1 / len(plans)  # of the fixed cost of a call
         found.append((runs, replace(work, forwards=share, backwards=share * training)))
     return found
 
 
-def _runs(plan: Plan, way: Way, precision: PrecisionPlan | None, added: Sequence[fx.Node] = ()) -> Way:
+def _run_mode(plan: Plan, way: Way, precision: PrecisionPlan | None, added: Sequence[fx.Node] = ()) -> Way:
     """Return the mode in which a graph runs if `way` is requested.
 
     At run time, execution/small_batch.py applies the same limits.
@@ -90,10 +90,10 @@ def _runs(plan: Plan, way: Way, precision: PrecisionPlan | None, added: Sequence
     is_large = any(rows >= break_even_rows(width, precision is not None) for rows, width in sizes)
     if is_large or not (products or added):
         return way
-    return AS_IT_IS if precision is None and not added and _changes_nothing(plan) else CAPTURED
+    return AS_IT_IS if precision is None and not added and _runs_the_same_kernels(plan) else CAPTURED
 
 
-def _odd(nodes: Iterable[fx.Node], plan: Plan, way: Way, pads: bool = False) -> Iterator[Work]:
+def _odd_products(nodes: Iterable[fx.Node], plan: Plan, way: Way, pads: bool = False) -> Iterator[Work]:
     """Yield the change of work for each product whose weight has an odd number of rows, such as a vocabulary.
 
     A GPU takes several times as long for such a product, unless it is padded. Inductor pads by itself.
@@ -165,7 +165,7 @@ def _is_in_kernel(site: Site) -> bool:
     return is_large(sizes, keys) and min(sizes[2], keys) >= MIN_ATTENTION_LENGTH
 
 
-def _changes_nothing(plan: Plan) -> bool:
+def _runs_the_same_kernels(plan: Plan) -> bool:
     """Return True if a graph that runs as captured executes exactly the operations and kernels of the model.
 
     Then execution/trials.py also times the model's own code, and the faster of the two runs.
@@ -176,7 +176,7 @@ def _changes_nothing(plan: Plan) -> bool:
     return not in_kernels and len({*counts}) == 1
 
 
-def _in_fp8(path: str, plan: Plan, precision: PrecisionPlan, in_cuda_graphs: bool) -> Iterator[Work]:
+def _saved_by_fp8(path: str, plan: Plan, precision: PrecisionPlan, in_cuda_graphs: bool) -> Iterator[Work]:
     """Yield the change of work for each product that runs in the recipe instead of in 16 bits."""
     for site, name in product_paths(plan).items():
         if _is_in_recipe(path, name, precision):
@@ -316,7 +316,7 @@ def priced(
         path: The path of the captured module.
     """
     asked, products = way_of(options), product_paths(plan)
-    runs = _runs(plan, asked, precision)
+    runs = _run_mode(plan, asked, precision)
     canonical: dict[str, list[fx.Node]] = {}
     for node in plan.before.nodes:
         canonical.setdefault(node.meta.get("origin", ""), []).append(node)
@@ -324,10 +324,10 @@ def priced(
         ours = [node for name in outcome.inside for node in canonical.get(name, ())]
         work = sum(map(computed, ours), Work())
         before = sum((moved_bytes(plan.by_name[name]) for name in outcome.inside), work)
-        before = sum(_odd(ours, plan, AS_IT_IS), before)
+        before = sum(_odd_products(ours, plan, AS_IT_IS), before)
         after = sum(map(moved_bytes, ours), work)
-        way = runs if outcome.status == "fused" else _runs(plan, asked, precision, added=ours)
-        after = sum(_odd(ours, plan, way, pads=outcome.rule == _PADS), after)
+        way = runs if outcome.status == "fused" else _run_mode(plan, asked, precision, added=ours)
+        after = sum(_odd_products(ours, plan, way, pads=outcome.rule == _PADS), after)
         in_fp8 = precision is not None and way is not CAPTURED
         if in_fp8 and site in products and _is_in_recipe(path, products[site], precision):
             after = sum(_site_in_fp8(site, precision, way.in_cuda_graphs), after)

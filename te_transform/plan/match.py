@@ -148,7 +148,7 @@ def plan(captured: fx.GraphModule, options: Options, modules: tuple[str, ...] = 
         for match in find(rule.pattern, canonical, misses):
             taken = any(node._erased for node in match.nodes)  # overlaps an earlier match
             if not taken:
-                made.outcomes += _apply(rule, match, made, options)
+                made.outcomes += _apply_rule(rule, match, made, options)
         made.outcomes += _near_misses(rule, misses, made)
     _keep_merged(made, options)
     return made
@@ -160,14 +160,14 @@ def _keep_merged(made: Plan, options: Options) -> None:
         _call(made, [node], "linear", options.backend.Linear(), node.args, [node.meta["merged"]])
 
 
-def _apply(rule: Rule, match: Match, made: Plan, options: Options) -> list[Outcome]:
+def _apply_rule(rule: Rule, match: Match, made: Plan, options: Options) -> list[Outcome]:
     bound = roles(match)
     read = shared(match, rule)
     known = {**vars(options), "shared": read, **bound}
     flat = [item for role in bound.values() for item in (role if isinstance(role, tuple) else (role,))]
     operations = [item for item in flat if isinstance(item, Operation)]
     reasons = [*refusals(match, operations, options.skip, made.modules, rule), *reasons_of(rule, known)]
-    path, inside = _place(match, operations), _replaced(made, match.nodes)
+    path, inside = _match_path(match, operations), _replaced(made, match.nodes)
     if None in reasons:  # no gain: leave it out of the report
         return []
     if reasons:
@@ -190,7 +190,7 @@ def _replaced(made: Plan, nodes: Sequence[fx.Node]) -> frozenset[str]:
     return replaced(made.by_name, {*nodes, *columns})
 
 
-def _place(match: Match, operations: list[Operation]) -> str:
+def _match_path(match: Match, operations: list[Operation]) -> str:
     """Return the path at which a match is reported.
 
     It is the innermost module around the match, or the linear if the match is norms and linears.
@@ -217,7 +217,7 @@ def _put(rule: Rule, match: Match, made: Plan, fused: nn.Module, bound: dict[str
     """Replace a match by the rule's op."""
     # the match of a gated MLP contains its first linear twice, once for each half
     absorbed = list(dict.fromkeys(node.meta["merged"] for node in match.nodes if "merged" in node.meta))
-    args = tuple(_read(name, bound) for name in rule.reads)
+    args = tuple(_op_argument(name, bound) for name in rule.reads)
     given = [bound[role].node for role in shared(match, rule)]
     readers = (user for node in given for user in node.users if user not in match.nodes)
     at = min([match.root, *readers])
@@ -246,7 +246,7 @@ def _call(
     return node
 
 
-def _read(name: str, bound: dict[str, Any]) -> Any:
+def _op_argument(name: str, bound: dict[str, Any]) -> Any:
     """Return an argument of a fused op.
 
     `name` is a role of the match, or "role.argument". The result is None if the match lacks it.

@@ -38,7 +38,7 @@ from te_transform.plan.precision_plan import PrecisionPlan
 from te_transform.plan.rule import stored_in
 
 _EIGHTY_GIB = 80 * 2**30
-_FUSED = {
+_OPS_BY_CLASS = {
     "products": (plain.Linear, plain.LayerNormLinear),
     "attention": (plain.DotProductAttention,),
     "loss": (plain.CrossEntropy, ChunkedLoss),
@@ -134,7 +134,11 @@ class _Step:
     @property
     def flowing(self) -> int:
         """The bytes of the gradients of its result and inputs."""
-        return 0 if self.in_place else bytes_of(self.node) + sum(map(bytes_of, set(_data(self.node))))
+        return (
+            0
+            if self.in_place
+            else bytes_of(self.node) + sum(map(bytes_of, set(_floating_storages(self.node))))
+        )
 
 
 def predict(
@@ -153,7 +157,7 @@ def predict(
     """
     parameters, pieces, fp8 = list(parameters), list(plans), _FP8.of(precision)
     steps = [step for piece in pieces for step in _steps(*piece, fp8, is_last=piece is pieces[-1])]
-    outputs = sum(bytes_of(storage) for _, plan in pieces[-1:] for storage in _outputs(plan))
+    outputs = sum(bytes_of(storage) for _, plan in pieces[-1:] for storage in _output_storages(plan))
     gradients = sum(_size(parameter) for parameter in parameters if parameter.requires_grad)
     kept, classes = _simulated(steps, outputs, gradients)
     return Memory(inputs, sum(map(_size, parameters)), gradients, kept, classes.total(), dict(classes))
@@ -189,7 +193,7 @@ def _steps(prefix: str, plan: Plan, fp8: _FP8, is_last: bool) -> list[_Step]:
     """Return the operations that a gradient flows through, each with the bytes that its backward frees."""
     sites, paths = {site.node: site for site in plan.sites}, product_paths(plan)
     steps = []
-    for node in _trained(plan.canonical):
+    for node in _operations_with_gradient(plan.canonical):
         site = sites.get(node)
         inside = site in paths and f"{prefix}.{paths[site]}".strip(".") in fp8.paths
         step = _of_operation(node) if site is None else _of_site(site, inside, fp8.is_delayed)
@@ -201,7 +205,7 @@ def _steps(prefix: str, plan: Plan, fp8: _FP8, is_last: bool) -> list[_Step]:
         for storage in step.storages:
             needed.setdefault(storage, index)
     # the next graph may need these for its backward
-    outputs = dict.fromkeys(_outputs(plan), len(steps) - 1) if steps else {}
+    outputs = dict.fromkeys(_output_storages(plan), len(steps) - 1) if steps else {}
     needed = {s: i for s, i in needed.items() if s not in outputs} if is_last else outputs | needed
     for storage, index in needed.items():
         if storage.op != "placeholder":  # the caller allocated the inputs
@@ -211,18 +215,20 @@ def _steps(prefix: str, plan: Plan, fp8: _FP8, is_last: bool) -> list[_Step]:
 
 def _class(node: fx.Node, site: Site | None) -> str:
     """Return the class of an operation, or of the fused op that replaces it."""
-    fused = (kind for kind, ops_of in _FUSED.items() if site is not None and isinstance(site.fused, ops_of))
+    fused = (
+        kind for kind, ops_of in _OPS_BY_CLASS.items() if site is not None and isinstance(site.fused, ops_of)
+    )
     named = (kind for kind, targets in _CALLED.items() if node.target in targets)
     return next(chain(fused, named), "elementwise")
 
 
-def _outputs(plan: Plan) -> set[fx.Node]:
+def _output_storages(plan: Plan) -> set[fx.Node]:
     """Return the storages that the graph outputs."""
     (output,) = (node for node in plan.canonical.nodes if node.op == "output")
-    return {storage for storage in _data(output) if storage.op != "placeholder"}
+    return {storage for storage in _floating_storages(output) if storage.op != "placeholder"}
 
 
-def _trained(graph: fx.Graph) -> list[fx.Node]:
+def _operations_with_gradient(graph: fx.Graph) -> list[fx.Node]:
     """Return the operations that a gradient flows through."""
     found: dict[fx.Node, None] = {}
     for node in graph.nodes:
@@ -233,7 +239,7 @@ def _trained(graph: fx.Graph) -> list[fx.Node]:
 
 
 def _of_operation(node: fx.Node) -> _Step:
-    data = _data(node)
+    data = _floating_storages(node)
     if node.target is ops.cross_entropy:  # log-probabilities, their gradient, the gradient of the logits
         cast = numel_of(node.args[0]) * dtype_of(node).itemsize
         return _Step(node, own=cast, transient=2 * cast - bytes_of(node.args[0]))
@@ -256,7 +262,7 @@ def _of_operation(node: fx.Node) -> _Step:
 
 def _of_site(site: Site, in_fp8: bool, delayed: bool) -> _Step:
     """Return the memory of a fused op. Its input is counted as shared storage, except in FP8."""
-    node, data = site.node, _data(site.node)
+    node, data = site.node, _floating_storages(site.node)
     if isinstance(site.fused, plain.DotProductAttention):
         return _of_attention(node, data)
     if isinstance(site.fused, plain.CrossEntropy):
@@ -323,7 +329,7 @@ def _add_mlp(step: _Step, rows: int, outs: int, inner: int, each: int, delayed: 
     step.transient -= shape_of(x)[-1] * outs * size + sum(map(bytes_of, step.storages))
 
 
-def _data(node: fx.Node) -> list[fx.Node]:
+def _floating_storages(node: fx.Node) -> list[fx.Node]:
     """Return the storages of the floating-point inputs of the node, without parameters and buffers."""
     read = [n for n in node.all_input_nodes if is_tensor_node(n) and dtype_of(n).is_floating_point]
     return [_storage(n) for n in read if not _is_weight(n)]

@@ -259,7 +259,7 @@ def _check_names(rule: Rule) -> None:
     for part in parts:
         for name in filter(None, (getattr(part, "role", None), getattr(part, "name", None))):
             found[name] = (*found.get(name, ()), *targets_of(part))
-    for field, (role, _, argument) in _named(rule):
+    for field, (role, _, argument) in _names_in_rule(rule):
         if role not in found:
             raise OptionError(
                 f"expected roles of the pattern ({', '.join(found)}) in {field} of the rule {rule.name!r}, "
@@ -274,7 +274,7 @@ def _check_names(rule: Rule) -> None:
             )
 
 
-def _named(rule: Rule) -> Iterator[tuple[str, tuple[str, str, str]]]:
+def _names_in_rule(rule: Rule) -> Iterator[tuple[str, tuple[str, str, str]]]:
     yield from (("reads", name.partition(".")) for name in rule.reads)
     yield from (("hands_out", (name, "", "")) for name in rule.hands_out)
     yield from (("shares", (name, "", "")) for name in rule.shares)

@@ -93,10 +93,11 @@ class PrecisionPlan:
                 f"{type(self.recipe).__name__}"
             )
         lines = [
-            f"{_quoted(site)} = {_quoted(_IN if why is None else why)}" for site, why in self.sites.items()
+            f"{_toml_string(site)} = {_toml_string(_IN if why is None else why)}"
+            for site, why in self.sites.items()
         ]
         lines = [*(["small_calls = true"] if self.small_calls else []), "", "[sites]", *lines, ""]
-        text = "\n".join([f"recipe = {_quoted(self.recipe)}", *lines])
+        text = "\n".join([f"recipe = {_toml_string(self.recipe)}", *lines])
         Path(path).write_text(_HEADER + text, encoding="utf-8")
 
     @classmethod
@@ -135,6 +136,6 @@ class PrecisionPlan:
             raise PrecisionError(f"{path}: {error}") from error
 
 
-def _quoted(text: str) -> str:
+def _toml_string(text: str) -> str:
     # JSON strings are valid TOML, except for the surrogate pairs of ensure_ascii=True
     return json.dumps(text, ensure_ascii=False)

@@ -12,19 +12,19 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from te_transform.backends.fp8.fp8_only import FP8Only
 
 _WORDS = ("linear", "quant")  # parts of the names of quantized module classes
-_WIDE = (torch.int64, torch.bool)  # dtypes of indices and masks
+_INDEX_DTYPES = (torch.int64, torch.bool)  # dtypes of indices and masks
 
 
 def quantized_modules(model: nn.Module) -> dict[str, list[str]]:
     """Return the paths of modules with quantized weights, keyed by a text like "int8 of Linear8bitLt"."""
     found: dict[str, list[str]] = {}
     for path, module in model.named_modules():
-        if held := next(_quantized(module), None):
+        if held := next(_quantized_dtypes(module), None):
             found.setdefault(f"{held} of {type(module).__name__}", []).append(path)
     return found
 
 
-def _quantized(module: nn.Module) -> Iterator[str]:
+def _quantized_dtypes(module: nn.Module) -> Iterator[str]:
     """Yield the type or dtype of each quantized tensor of a module."""
     if type(module).__module__.startswith("torch.ao.nn.") and callable(getattr(module, "weight", None)):
         yield "packed weights"  # the method `weight` unpacks them
@@ -43,4 +43,4 @@ def _what(tensor: Tensor) -> str:
         return type(tensor).__name__ if is_known else ""
     dtype = tensor.dtype
     narrow = dtype.itemsize == 1 or not (dtype.is_floating_point or dtype.is_complex)
-    return str(dtype).removeprefix("torch.") * (narrow and dtype not in _WIDE)
+    return str(dtype).removeprefix("torch.") * (narrow and dtype not in _INDEX_DTYPES)

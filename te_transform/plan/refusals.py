@@ -25,7 +25,7 @@ from te_transform.graph.pattern import Match, Miss, Pattern, Siblings
 from te_transform.plan.options import skipped_by
 from te_transform.plan.rule import Operation, Rule, reshaped
 
-_NUMBERED = r"_\d+(?=_|$)"  # the layer number in the name of an input, such as a cache
+_LAYER_NUMBER = r"_\d+(?=_|$)"  # the layer number in the name of an input, such as a cache
 WEIGHTED = tuple(op.__name__ for op in (ops.linear, *ops.NORMS))
 
 
@@ -73,7 +73,7 @@ def _of_weight(operation: Operation, name: str) -> Iterator[str]:
 def _of_source(what: str, source: Any, is_matrix: bool) -> Iterator[str]:
     """Yield the reason why a kernel cannot read a tensor as a weight or as a vector."""
     held = value(source)
-    if is_matrix and (whole := _viewed(source)) is not None:
+    if is_matrix and (whole := _base_parameter(source)) is not None:
         yield (
             f"{what} {list(held.shape)} is a view of a parameter {list(value(whole).shape)}, a whole one is "
             "needed: store it as a parameter of its own"
@@ -110,7 +110,7 @@ def _is_cast(weight: Any) -> bool:
     )
 
 
-def _viewed(weight: Any) -> fx.Node | None:
+def _base_parameter(weight: Any) -> fx.Node | None:
     """Return the parameter that a weight is a view of; None if it is a whole parameter, or computed."""
     whole = weight
     while isinstance(whole, fx.Node) and may_be_view(whole) and len(whole.all_input_nodes) == 1:
@@ -160,7 +160,7 @@ def _read_elsewhere(match: Match, rule: Rule) -> Iterator[str]:
                 "exist, the fused module needs all of its inputs first: move that read after the linear"
             )
         elif read and node.target is ops.linear and all(user.target is ops.columns for user in others):
-            yield from _of_columns(node)
+            yield from _shared_columns(node)
         elif read:
             yield (
                 f"the output of the {called(node)} is also read by {', '.join(read)}, the fused module does "
@@ -192,11 +192,11 @@ def missed(miss: Miss) -> Iterator[str]:
     reads = (reading or miss.nodes)[-1]
     if reads.target is not ops.columns:
         yield (
-            f"the {called(reads)} reads {_named(miss.found)}, the rule has {_wanted(miss.wanted)} there: "
+            f"the {called(reads)} reads {_described(miss.found)}, the rule has {_wanted(miss.wanted)} there: "
             "write it like that, if the math allows"
         )
     elif _is_linear_of_its_own(reads):
-        yield from _of_columns(reads)
+        yield from _shared_columns(reads)
 
 
 def _has_first_linear(miss: Miss) -> bool:
@@ -210,7 +210,7 @@ def _has_first_linear(miss: Miss) -> bool:
     return value is not None
 
 
-def _of_columns(product: fx.Node) -> Iterator[str]:
+def _shared_columns(product: fx.Node) -> Iterator[str]:
     """Yield the reason for an MLP whose first linear has columns that another operation reads."""
     if "merged" in product.meta:
         yield (
@@ -236,14 +236,16 @@ def _wanted(pattern: Pattern) -> str:
     return "a part of a linear's columns" if ops.columns in pattern.roots else str(pattern)
 
 
-def _named(found: Any) -> str:
+def _described(found: Any) -> str:
     if not isinstance(found, fx.Node):
         return repr(found)
     if found.target is ops.columns:
         return "a part of a linear's columns"
     if is_model_tensor(found):
         return f"a tensor of the model {list(value(found).shape)}"
-    return f"the input {re.sub(_NUMBERED, '_*', found.name)}" if found.op == "placeholder" else called(found)
+    return (
+        f"the input {re.sub(_LAYER_NUMBER, '_*', found.name)}" if found.op == "placeholder" else called(found)
+    )
 
 
 def cut(operations: Collection[fx.Node]) -> Iterator[str]:

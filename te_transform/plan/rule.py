@@ -65,13 +65,13 @@ class Rule:
                 f"expected the rule {self.name!r} to be a global of {home.__name__}, to pickle a converted "
                 "model, got a rule without a name there; assign it to a global"
             )
-        return _named, (home.__name__, name)
+        return _imported_rule, (home.__name__, name)
 
     def __deepcopy__(self, memo: dict) -> Rule:
         return self  # frozen
 
 
-def _named(home: str, name: str) -> Rule:
+def _imported_rule(home: str, name: str) -> Rule:
     return getattr(import_module(home), name)
 
 
@@ -189,13 +189,13 @@ def stored_in(found: Any) -> tuple[Any, ...]:
     return (reshaped(found),)
 
 
-_RESHAPES = (torch.reshape, torch.unsqueeze, torch.squeeze, "squeeze")
+_RESHAPE_TARGETS = (torch.reshape, torch.unsqueeze, torch.squeeze, "squeeze")
 
 
 def reshaped(weight: Any) -> Any:
     """Return the model tensor that a node is a reshape of, or the node itself if it is not a reshape."""
     whole = weight
-    while isinstance(whole, fx.Node) and whole.target in _RESHAPES:
+    while isinstance(whole, fx.Node) and whole.target in _RESHAPE_TARGETS:
         whole = whole.args[0]
     return whole if is_model_tensor(whole) and value(whole).is_contiguous() else weight
 

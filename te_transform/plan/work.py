@@ -20,7 +20,7 @@ from te_transform.graph.nodes import (
 )
 
 _MULTIPLIED = {"matmul", "bmm", "mm", "grouped_mm", "_grouped_mm"}
-_PRODUCTS = {*_MULTIPLIED, "linear", "addmm", "sdpa", "scaled_dot_product_attention"}
+_COUNTED_PRODUCTS = {*_MULTIPLIED, "linear", "addmm", "sdpa", "scaled_dot_product_attention"}
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def moved_bytes(node: fx.Node) -> Work:
     """Return the memory traffic of an operation, if it is memory-bound."""
     if node.op in ("placeholder", "output", "get_attr") or not is_tensor_node(node) or may_be_view(node):
         return Work()
-    if called(node) in _PRODUCTS:
+    if called(node) in _COUNTED_PRODUCTS:
         return Work(operations=1)
     data = [node, *(arg for arg in node.all_input_nodes if is_tensor_node(arg) and not is_model_tensor(arg))]
     return Work(bytes=sum(numbers_in(arg) * value(arg).element_size() for arg in data), operations=1)

@@ -16,14 +16,14 @@ from te_transform.profile.suspect import Suspect
 from te_transform.profile.tree import Op
 from te_transform.profile.trials import Replacement, dtype_of_event
 
-_FUSED = [
+_SDPA_BACKENDS = [
     SDPBackend.FLASH_ATTENTION,
     SDPBackend.EFFICIENT_ATTENTION,
     SDPBackend.CUDNN_ATTENTION,
     SDPBackend.MATH,
 ]
 _SDPA, _MATH = "scaled_dot_product_attention", "_scaled_dot_product_attention_math"
-_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", _SDPA)
+_ATEN_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", _SDPA)
 _MASKING, _DROPPING = (
     ("add", "add_", "masked_fill", "masked_fill_", "where"),
     ("native_dropout", "bernoulli_"),
@@ -49,12 +49,14 @@ def math_attention(found: Analysis) -> Iterator[Suspect]:
             dtype = dtype_of_event(call.dtypes[0])
             trial = None
             if dtype is not None:
-                before, after = (partial(_attention, backends=each) for each in ([SDPBackend.MATH], _FUSED))
+                before, after = (
+                    partial(_sdpa_by, backends=each) for each in ([SDPBackend.MATH], _SDPA_BACKENDS)
+                )
                 trial = Replacement(shapes, dtype, before, after, found.recording.is_training, _MATH)
             yield Suspect("math attention", op.label, evidence, _ASK_FUSED, found.by_outer[op.outer], trial)
 
 
-def _attention(query: Tensor, key: Tensor, value: Tensor, backends: list[SDPBackend]) -> Tensor:
+def _sdpa_by(query: Tensor, key: Tensor, value: Tensor, backends: list[SDPBackend]) -> Tensor:
     with sdpa_kernel(backends):
         return F.scaled_dot_product_attention(query, key, value, enable_gqa=query.size(-3) != key.size(-3))
 
@@ -62,34 +64,34 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, backends: list[SDPBack
 def written_out_attention(found: Analysis) -> Iterator[Suspect]:
     """Yield attention that consists of two products with a softmax in between."""
     ops = [*found.forward()]
-    products = [number for number, op in enumerate(ops) if op.name in _PRODUCTS]
+    products = [number for number, op in enumerate(ops) if op.name in _ATEN_PRODUCTS]
     softmaxes = [number for number, op in enumerate(ops) if op.name == "_softmax"]
     for softmax in softmaxes:
         first = max((number for number in products if number < softmax), default=None)
         last = min((number for number in products if number > softmax), default=None)
         if first is not None and last is not None and _are_of_one(ops[first], ops[last]):
-            yield _written_out(found, ops[first : last + 1])
+            yield _written_out_suspect(found, ops[first : last + 1])
 
 
 def _are_of_one(first: Op, last: Op) -> bool:
     """Return True if two products are scores and values of one attention, outside of fused attention."""
     if not {first.name, last.name} <= {"bmm", "baddbmm"} or first.call is not last.call:
         return False
-    (_, rows, _), (_, _, columns) = scores = _factors(first)
-    of_values = _factors(last)
+    (_, rows, _), (_, _, columns) = scores = _factor_shapes(first)
+    of_values = _factor_shapes(last)
     is_in_sdpa = first.outer is not None and first.outer.name == _SDPA
     return not is_in_sdpa and of_values[0] == (scores[0][0], rows, columns)
 
 
-def _factors(product: Op) -> tuple[tuple[int, ...], ...]:
+def _factor_shapes(product: Op) -> tuple[tuple[int, ...], ...]:
     """Return the shapes of the two factors of bmm, or of baddbmm, whose first argument is a summand."""
     return product.event.shapes[:2] if product.name == "bmm" else product.event.shapes[1:3]
 
 
-def _written_out(found: Analysis, ops: Sequence[Op]) -> Suspect:
+def _written_out_suspect(found: Analysis, ops: Sequence[Op]) -> Suspect:
     first, last = ops[0], ops[-1]
-    (heads, rows, size), (_, _, columns) = _factors(first)
-    _, of_values = _factors(last)
+    (heads, rows, size), (_, _, columns) = _factor_shapes(first)
+    _, of_values = _factor_shapes(last)
     names = {op.name for op in ops}
     has_mask, has_dropout = bool(names & {*_MASKING}), bool(names & {*_DROPPING})
     shapes = (1, heads, rows, size), (1, heads, columns, size), (1, heads, columns, of_values[2])
@@ -113,17 +115,17 @@ def _written_out(found: Analysis, ops: Sequence[Op]) -> Suspect:
 def _as_written(query: Tensor, key: Tensor, value: Tensor, masked: bool, dropout: float) -> Tensor:
     scores = query @ key.transpose(-2, -1) / math.sqrt(query.size(-1))
     if masked:
-        scores = scores + _mask(query, key)
+        scores = scores + _zero_mask(query, key)
     return F.dropout(F.softmax(scores, -1), dropout) @ value
 
 
 def _as_called(query: Tensor, key: Tensor, value: Tensor, masked: bool, dropout: float) -> Tensor:
-    mask = _mask(query, key) if masked else None
-    with sdpa_kernel(_FUSED):
+    mask = _zero_mask(query, key) if masked else None
+    with sdpa_kernel(_SDPA_BACKENDS):
         return F.scaled_dot_product_attention(query, key, value, mask, dropout)
 
 
-def _mask(query: Tensor, key: Tensor) -> Tensor:
+def _zero_mask(query: Tensor, key: Tensor) -> Tensor:
     return torch.zeros(query.size(-2), key.size(-2), dtype=query.dtype, device=query.device)
 
 
@@ -159,6 +161,6 @@ def needless_mask(found: Analysis) -> Iterator[Suspect]:
 
 
 def _with_mask(query: Tensor, key: Tensor, value: Tensor, masked: bool, is_causal: bool) -> Tensor:
-    mask = _mask(query, key) if masked else None
+    mask = _zero_mask(query, key) if masked else None
     is_grouped = query.size(-3) != key.size(-3)
     return F.scaled_dot_product_attention(query, key, value, mask, is_causal=is_causal, enable_gqa=is_grouped)

@@ -15,7 +15,7 @@ CLASSES = (
     PRODUCT, ATTENTION, NORM, ELEMENTWISE, CAST, COPY, COMPILED, COMMUNICATION, OVERHEAD, IDLE,
 )  # fmt: skip
 
-_VIEWS = (
+_VIEW_PATTERN = (
     "view|_unsafe_view|view_as|reshape|_reshape_alias|transpose|t|permute|movedim|swapaxes|expand|expand_as|"
     "broadcast_to|as_strided|slice|select|narrow|unsqueeze|squeeze|detach|alias|chunk|split|split_with_sizes|"
     "tensor_split|unbind|unflatten|flatten|unfold|diagonal|real|imag|view_as_real|view_as_complex|"
@@ -23,13 +23,13 @@ _VIEWS = (
     "is_nonzero|item|_local_scalar_dense|result_type|numpy_T|matrix_H|mT|adjoint"
 )
 # composed of other operations, which have the classes
-_COMPOSED = "linear|matmul|einsum|tensordot|to|_to_copy|type_as|contiguous|softmax|log_softmax|dropout"
+_CALLS_OTHER_OPS = "linear|matmul|einsum|tensordot|to|_to_copy|type_as|contiguous|softmax|log_softmax|dropout"
 
 # The first pattern that matches the whole name decides.
 _TABLE: tuple[tuple[str, str], ...] = (
     (COMMUNICATION, r"c10d.*|_c10d.*|.*\b(?:nccl\w*Kernel|(?:nccl|gloo|mpi|ucc)[:_]).*|record_param_comms"),
     (OVERHEAD, r".*\(dynamo_timed\)|FSDP::.*|torch[.:].*|autograd::.*|te_transform\b.*|profiler::.*"),
-    (OVERHEAD, rf"aten::(?:{_VIEWS}|{_COMPOSED})"),
+    (OVERHEAD, rf"aten::(?:{_VIEW_PATTERN}|{_CALLS_OTHER_OPS})"),
     (COMPILED, r"Torch-Compiled Region.*|CompiledFunction.*|## Call CompiledFxGraph.*|triton_.*|cpp_fused.*"),
     (
         ATTENTION,

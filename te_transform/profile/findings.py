@@ -26,7 +26,7 @@ FINDERS = (
 )
 
 
-_LEAST = 0.01  # share of the step that operations need, to be told that no change gains
+_LEAST_IDEAL_SHARE = 0.01  # share of the step that operations need, to be told that no change gains
 
 
 def findings(found: Analysis, trials: Replacements) -> tuple[Finding, ...]:
@@ -38,7 +38,7 @@ def findings(found: Analysis, trials: Replacements) -> tuple[Finding, ...]:
             groups.setdefault(key, []).append(suspect)
     costly_first = sorted(groups.values(), key=lambda group: -sum(each.taken for each in group))
     made = [_finding(found, group, trials) for group in costly_first]
-    least = _LEAST * found.scale * found.total
+    least = _LEAST_IDEAL_SHARE * found.scale * found.total
     kept = [each for each in made if each.gain or each.basis == "upper bound" or each.seconds > least]
     return tuple(sorted(kept, key=lambda finding: -finding.gain))
 

@@ -11,8 +11,8 @@ from te_transform.profile.classes import PRODUCT
 from te_transform.profile.suspect import Suspect
 from te_transform.profile.watch import Line, Watch, loops
 
-_LEAST = 48  # times that a line runs in one call of its module, to count as a loop over positions
-_SUMS = ("index_add_", "index_add", "index_put_", "scatter_add_", "__setitem__")
+_LEAST_REPETITIONS = 48  # times that a line runs in one call of its module, to count as a loop over positions
+_INDEXED_SUMS = ("index_add_", "index_add", "index_put_", "scatter_add_", "__setitem__")
 # functions in plain PyTorch for which packages have kernels
 _KERNELS = (
     (r"delta_?(?:rule|net)", "flash-linear-attention (fla)"),
@@ -36,10 +36,10 @@ def recurrence(found: Analysis) -> Iterator[Suspect]:
     for line, number in sorted(loops(watch.most, 1), key=lambda each: sizes[each[0].label, each[0].function]):
         if (package := _package(line.function)) is not None:
             ran = f"{line.function}() in {line.place.rpartition(':')[0]} ran in plain PyTorch"
-            if number >= _LEAST:
+            if number >= _LEAST_REPETITIONS:
                 ran = f"{ran}, {line.place} {number} times a call"
             told[line.label] = ran, f"install {package}, whose kernels run it on a GPU"
-    for line, number in loops(watch.most, _LEAST):
+    for line, number in loops(watch.most, _LEAST_REPETITIONS):
         told.setdefault(line.label, (f"{line.place} runs {number} times in one call", _ASK_SCAN))
     for label, (evidence, advice) in told.items():
         taken = found.cost(lambda number, _, label=label: number == label)
@@ -54,7 +54,9 @@ def _package(function: str) -> str | None:
 def _labels_of_experts(watch: Watch) -> dict[int, Line]:
     """Return the labels of modules that choose rows, and add results into a tensor, several times a call."""
     choosing = {line.label for line in watch.waits if line.called in ("nonzero", "where", "__getitem__")}
-    summing = {line.label: line for line, number in watch.most.items() if line.called in _SUMS and number > 1}
+    summing = {
+        line.label: line for line, number in watch.most.items() if line.called in _INDEXED_SUMS and number > 1
+    }
     return {label: line for label, line in summing.items() if label in choosing}
 
 

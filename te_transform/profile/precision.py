@@ -15,7 +15,7 @@ from te_transform.profile.suspect import Suspect
 from te_transform.profile.tree import Op
 from te_transform.profile.trials import Replacement, dtype_of_event
 
-_PRODUCTS = ("mm", "bmm", "addmm", "baddbmm")  # all arguments that they need are tensors
+_TENSOR_PRODUCTS = ("mm", "bmm", "addmm", "baddbmm")  # all arguments that they need are tensors
 
 
 def single_precision(found: Analysis) -> Iterator[Suspect]:
@@ -33,7 +33,7 @@ def single_precision(found: Analysis) -> Iterator[Suspect]:
             )
             evidence = f"products run in float32, such as {' x '.join(map(str, map(list, shapes[-2:])))}"
             trial = None
-            if op.name in _PRODUCTS:
+            if op.name in _TENSOR_PRODUCTS:
                 called = getattr(torch.ops.aten, op.name)
                 trial = Replacement(
                     shapes, torch.float32, called, _Lowered(called, low), False, f"{op.name} in {low}"

@@ -57,7 +57,7 @@ def profile(model: nn.Module, batch: Any = None, *, plan: bool = True) -> Profil
         te_transform.OptionError: `plan` is not a bool, or a profiler runs already.
         te_transform.TraceError: the model fails on the batch.
     """
-    _check(model, plan)
+    _check_profile(model, plan)
     samples = as_inputs(model, batch)
     start = time.perf_counter()
     recording = record(model, samples)
@@ -81,10 +81,10 @@ def profile(model: nn.Module, batch: Any = None, *, plan: bool = True) -> Profil
         ranks=_ranks(seconds, classes.get(COMMUNICATION, 0.0)),
         notes=tuple(_notes(model, found)),
     )
-    return _planned(profiled, model, samples, found) if plan else profiled
+    return _add_plan(profiled, model, samples, found) if plan else profiled
 
 
-def _check(model: nn.Module, plan: bool) -> None:
+def _check_profile(model: nn.Module, plan: bool) -> None:
     check_module(model, "profile")
     if not isinstance(plan, bool):
         raise OptionError(f"expected True or False for plan, got {plan!r}")
@@ -124,7 +124,7 @@ def _ranks(seconds: float, exposed: float) -> tuple[RankTime, ...]:
     return tuple(RankTime(rank, *told) for rank, told in enumerate(found))
 
 
-def _planned(profiled: Profile, model: nn.Module, samples: list[Inputs], found: Analysis) -> Profile:
+def _add_plan(profiled: Profile, model: nn.Module, samples: list[Inputs], found: Analysis) -> Profile:
     """Add what convert() does with the model, or would do."""
     try:
         told = inspect(model, samples) if not runners(model) else _report_of(model)

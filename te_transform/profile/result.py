@@ -19,7 +19,7 @@ from te_transform.execution.timing import duration
 from te_transform.report.as_json import as_json
 from te_transform.report.report import Report
 
-_LEAST = 0.005  # share of the step that a part needs for a line of its own in the text
+_LEAST_PRINTED_SHARE = 0.005  # share of the step that a part needs for a line of its own in the text
 
 
 @dataclass(frozen=True)
@@ -180,8 +180,8 @@ class Profile:
 
     def _parts(self) -> Table:
         """Return the table of parts; small ones share the last line."""
-        table = _table("part", "class", ">time", ">share", ">backward", "mostly")
-        small = [part for part in self.parts if part.seconds < _LEAST * self.profiled]
+        table = _profile_table("part", "class", ">time", ">share", ">backward", "mostly")
+        small = [part for part in self.parts if part.seconds < _LEAST_PRINTED_SHARE * self.profiled]
         for part in self.parts:
             if part not in small:
                 name = f"{part.path} x{part.count}" if part.count > 1 else part.path
@@ -197,19 +197,19 @@ class Profile:
         return table
 
     def _classes(self) -> Table:
-        table = _table("operations", ">time", ">share")
+        table = _profile_table("operations", ">time", ">share")
         for kind, seconds in sorted(self.classes.items(), key=lambda item: -item[1]):
             table.add_row(kind, duration(seconds), self._share(seconds))
         return table
 
     def _ranks(self) -> list[Any]:
-        table = _table("rank", ">step", ">exposed communication")
+        table = _profile_table("rank", ">step", ">exposed communication")
         for rank in self.ranks:
             table.add_row(str(rank.rank), duration(rank.seconds), duration(rank.exposed))
         return [Text(), table]
 
     def _sites(self) -> Table:
-        table = _table("convert()", ">sites", ">modules take", "where, and why not")
+        table = _profile_table("convert()", ">sites", ">modules take", "where, and why not")
         for site in self.sites:
             why = [Padding(Text(f"- {reason}", style="dim"), (0, 0, 0, 2)) for reason in site.reasons]
             name, count = Text(f"{site.rule}, {site.status}"), Text(str(site.count))
@@ -225,7 +225,7 @@ def _finding_told(number: int, finding: Finding) -> Iterator[Any]:
     yield Padding(Text(f"{finding.advice}"), indent)
 
 
-def _table(*names: str) -> Table:
+def _profile_table(*names: str) -> Table:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False, show_edge=False)
     for name in names:
         if name.startswith(">"):

@@ -60,7 +60,7 @@ def _attributed(events: Iterable[Event], labels: Sequence[Label]) -> Iterator[Op
         op = Op(event, stack[-1] if stack else None)
         if op.parent is not None:
             op.parent.inside.append(op)
-        _inherit(op)
+        _inherit_from_parent(op)
         if event.name.startswith(PREFIX):
             op.label, op.outer, op.call = int(event.name.removeprefix(PREFIX)), None, op
             op.kind = OVERHEAD
@@ -76,7 +76,7 @@ def _attributed(events: Iterable[Event], labels: Sequence[Label]) -> Iterator[Op
         yield op
 
 
-def _inherit(op: Op) -> None:
+def _inherit_from_parent(op: Op) -> None:
     if (parent := op.parent) is not None:
         op.label, op.is_backward, op.call = parent.label, parent.is_backward, parent.call
         op.outer, op.kind = parent.outer, parent.kind if parent.outer is not None else OVERHEAD

@@ -10,8 +10,8 @@ from te_transform.profile.classes import IDLE
 from te_transform.profile.steps import TIMED
 from te_transform.profile.suspect import Suspect
 
-_WAITING = ("item", "nonzero", "is_nonzero", "masked_select", "equal")
-_LEAST = 0.1  # share of the step that a GPU may wait without a finding
+_WAITING_OPS = ("item", "nonzero", "is_nonzero", "masked_select", "equal")
+_MOST_IDLE_SHARE = 0.1  # share of the step that a GPU may wait without a finding
 _ASK_SYNC = "keep the value in a tensor, or read it outside of the forward: on a GPU, the CPU waits here"
 _ASK_COMPILE = "pass the values that change as tensors, and inputs of few shapes"
 _ASK_LAUNCH = (
@@ -23,7 +23,7 @@ def host_sync(found: Analysis) -> Iterator[Suspect]:
     """Yield calls that wait for the GPU; on a CPU they cost nothing, and are told for a run on a GPU."""
     costs: dict[int, int] = {}
     for op in found.forward():
-        if op.outer is op and op.name in _WAITING:
+        if op.outer is op and op.name in _WAITING_OPS:
             costs[op.label] = costs.get(op.label, 0) + (op.event.end - op.event.start if found.on_gpu else 0)
     watch = found.recording.watch
     if watch is None:
@@ -50,6 +50,6 @@ def recompilation(found: Analysis) -> Iterator[Suspect]:
 def launches(found: Analysis) -> Iterator[Suspect]:
     """Yield the idle time of a GPU that waits for the CPU's launches."""
     idle = found.cost(lambda _, kind: kind == IDLE)
-    if idle > _LEAST * found.total:
+    if idle > _MOST_IDLE_SHARE * found.total:
         evidence = f"the GPU waits for the CPU in {idle / found.total:.0%} of the step"
         yield Suspect("launches", found.root, evidence, _ASK_LAUNCH, idle)

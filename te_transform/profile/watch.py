@@ -17,9 +17,9 @@ from torch.overrides import TorchFunctionMode
 
 from te_transform.profile.ranges import Ranges
 
-_HIDDEN = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+_LIBRARY_FOLDERS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 # Functions that make the CPU wait for the result of a GPU.
-_WAITING = {
+_WAITING_METHODS = {
     "item", "tolist", "numpy", "nonzero", "argwhere", "masked_select", "unique", "unique_consecutive",
     "is_nonzero", "__bool__", "__int__", "__float__", "__index__", "equal", "allclose", "cpu", "bincount",
 }  # fmt: skip
@@ -85,7 +85,7 @@ class Watch(TorchFunctionMode):
 
 
 def _users_frame(frame: FrameType | None) -> FrameType | None:
-    while frame is not None and frame.f_code.co_filename.startswith(_HIDDEN):
+    while frame is not None and frame.f_code.co_filename.startswith(_LIBRARY_FOLDERS):
         frame = frame.f_back
     return frame
 
@@ -98,7 +98,7 @@ def _waits(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     if name == "to":
         targets = [x for x in (*args[1:2], kwargs.get("device")) if isinstance(x, (str, torch.device))]
         return args[0].device.type != "cpu" and any(torch.device(x).type == "cpu" for x in targets)
-    return name in _WAITING
+    return name in _WAITING_METHODS
 
 
 def _is_bool_mask(index: Any) -> bool:

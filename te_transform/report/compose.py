@@ -28,12 +28,12 @@ from te_transform.report.explain import explain_graphs
 from te_transform.report.places import listed
 from te_transform.report.report import Report
 
-_COMPILED = (
+_COMPILED_NOTE = (
     "compiled: inductor fuses norms and activations itself; attention and FP8 matrix products run in the "
     "backend's kernels"
 )
 _REPLAYED = "calls run as CUDA graphs, from the third call with the same shapes and mode"
-_WIDE = "the example call multiplies in float32: products run in FP8 only under torch.autocast"
+_FLOAT32_NOTE = "the example call multiplies in float32: products run in FP8 only under torch.autocast"
 
 
 def compose(
@@ -63,7 +63,7 @@ def compose(
     outcomes = tuple(_outcomes(found, {path for path, _ in model.named_modules()}))
     priced = any(outcome.seconds is not None for own in found for outcome in own)
     step = memory.predict(plans, model.parameters(), inputs, inside) if predicted else None
-    parts = tuple(_parts(plans))  # after `found`, which writes each site's outcome to its node
+    parts = tuple(_report_parts(plans))  # after `found`, which writes each site's outcome to its node
     largest = max(parts, key=lambda part: len(part.after.nodes), default=Part((), fx.Graph(), fx.Graph()))
     captured = [(path, plan.captured) for path, plan in plans]
     return Report(
@@ -73,16 +73,16 @@ def compose(
         largest.after,
         (
             options.backend_reason,
-            *(_sizes(plans, precision, options.in_cuda_graphs) if by_size else ()),
-            *([_COMPILED] if compiled else ()),
+            *(_call_sizes(plans, precision, options.in_cuda_graphs) if by_size else ()),
+            *([_COMPILED_NOTE] if compiled else ()),
             *([_REPLAYED] if options.graphs else ()),
-            *([_WIDE] if wide else ()),
+            *([_FLOAT32_NOTE] if wide else ()),
             *(_outside_recipe(plans) if precision is not None else ()),
             *([cost.NOTE] if priced else ()),
             *memory.room(model, step),
-            *_never(plans, options.passes),
-            *_quantized(model),
-            *_nothing(plans, outcomes, by_size or compiled),
+            *_unmatchable_rules(plans, options.passes),
+            *_quantized_weights(model),
+            *_no_gain(plans, outcomes, by_size or compiled),
             *notes,
         ),
         tuple(explain_graphs(captured, reasons, "forward" in vars(model))),
@@ -96,7 +96,7 @@ def compose(
     )
 
 
-def _parts(plans: Iterable[tuple[str, Plan]]) -> Iterator[Part]:
+def _report_parts(plans: Iterable[tuple[str, Plan]]) -> Iterator[Part]:
     """Yield each graph once, with the paths of all modules that share it."""
     found: dict[fx.GraphModule, tuple[Plan, list[str]]] = {}
     for path, plan in plans:
@@ -105,7 +105,7 @@ def _parts(plans: Iterable[tuple[str, Plan]]) -> Iterator[Part]:
         yield Part(tuple(paths), plan.before, snapshot(plan.canonical))
 
 
-def _never(plans: Sequence[tuple[str, Plan]], rules: Iterable[Rule]) -> Iterator[str]:
+def _unmatchable_rules(plans: Sequence[tuple[str, Plan]], rules: Iterable[Rule]) -> Iterator[str]:
     """Yield a note for each unmatched rule whose pattern has functions that canonical graphs lack."""
     found = {outcome.rule for _, plan in plans for outcome in plan.outcomes}
     for rule in (rule for rule in rules if plans and rule.name not in found):
@@ -118,7 +118,7 @@ def _never(plans: Sequence[tuple[str, Plan]], rules: Iterable[Rule]) -> Iterator
             )
 
 
-def _quantized(model: nn.Module) -> Iterator[str]:
+def _quantized_weights(model: nn.Module) -> Iterator[str]:
     """Yield a note on the modules whose weights are quantized."""
     for what, paths in quantized_modules(model).items():
         yield (
@@ -127,7 +127,7 @@ def _quantized(model: nn.Module) -> Iterator[str]:
         )
 
 
-def _nothing(
+def _no_gain(
     plans: Sequence[tuple[str, Plan]], outcomes: Sequence[Outcome], is_faster: bool
 ) -> Iterator[str]:
     """Yield a note if the model gains nothing; `is_faster`: even single products gain (kernels, compile)."""
@@ -209,7 +209,7 @@ def _module_at(path: str, modules: Collection[str]) -> str:
     return path
 
 
-def _sizes(
+def _call_sizes(
     plans: Sequence[tuple[str, Plan]], precision: PrecisionPlan | None, in_cuda_graphs: bool
 ) -> Iterator[str]:
     """Yield a note on the call sizes that run in TE's modules, for the most common width."""

@@ -50,11 +50,11 @@ def dot(graph: fx.Graph) -> str:
     lines = ["digraph model {", '  node [shape=box, style="rounded,filled", fontname="sans-serif"];']
     for number, (block, members) in enumerate(blocks.items()):
         boxes = [_box(node, _COLORS[number % len(_COLORS)] if block else "white") for node in members]
-        label = f"label={_quoted(block)}; color=gray;"
+        label = f"label={_dot_string(block)}; color=gray;"
         lines += [f"  subgraph cluster_{number} {{ {label}", *boxes, "  }"] if block else boxes
     for node in nodes:
         sources = (source for source in node.all_input_nodes if not name_in_model(source))
-        lines += [f"  {_quoted(source.name)} -> {_quoted(node.name)};" for source in sources]
+        lines += [f"  {_dot_string(source.name)} -> {_dot_string(node.name)};" for source in sources]
     return "\n".join([*lines, "}"])
 
 
@@ -82,12 +82,12 @@ def block_of(path: str) -> str:
 
 
 def _box(node: fx.Node, color: str) -> str:
-    label = _quoted("\n".join(filter(None, (called(node), described(node)))))
+    label = _dot_string("\n".join(filter(None, (called(node), described(node)))))
     frame = ', penwidth=3, color="#76b900"' if is_fused(node) else ""
-    return f'    {_quoted(node.name)} [label={label}, fillcolor="{color}"{frame}];'
+    return f'    {_dot_string(node.name)} [label={label}, fillcolor="{color}"{frame}];'
 
 
-def _quoted(text: str) -> str:
+def _dot_string(text: str) -> str:
     return '"' + text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n") + '"'
 
 

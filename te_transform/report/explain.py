@@ -79,7 +79,7 @@ def explain_breaks(graphs: Iterable[fx.GraphModule], reasons: Iterable[str]) -> 
     """
     # graphs that dynamo did not make have no reason
     ends = [why for g in graphs if (why := getattr(g, "compile_subgraph_reason", None)) and why.graph_break]
-    places = [(_own(why.user_stack), _title(why.reason)) for why in ends]
+    places = [(_user_frame(why.user_stack), _title(why.reason)) for why in ends]
     breaks = [_sentence(at.filename, at.lineno, at.line, title) for at, title in places]
     yield from dict.fromkeys(breaks or map(explain_reason, reasons))
 
@@ -87,13 +87,15 @@ def explain_breaks(graphs: Iterable[fx.GraphModule], reasons: Iterable[str]) -> 
 def explain_reason(reason: str) -> str:
     """Condense dynamo's reason for code that it cannot capture, several paragraphs, to one sentence."""
     if found := [FrameSummary(file, int(line), "", line=code) for file, line, code in _CODE.findall(reason)]:
-        at = _own(found)
+        at = _user_frame(found)
         return _sentence(at.filename, at.lineno, at.line, _title(reason))
     title = _title(reason)
-    return f"dynamo cannot capture a part of the forward ({title}): your own code runs there{_step(title)}"
+    return (
+        f"dynamo cannot capture a part of the forward ({title}): your own code runs there{_advice_for(title)}"
+    )
 
 
-def _own(stack: Sequence[FrameSummary]) -> FrameSummary:
+def _user_frame(stack: Sequence[FrameSummary]) -> FrameSummary:
     """Return the innermost frame outside PyTorch, or the innermost frame if all are in PyTorch."""
     return next((at for at in reversed(stack) if not at.filename.startswith(_TORCH)), stack[-1])
 
@@ -101,10 +103,10 @@ def _own(stack: Sequence[FrameSummary]) -> FrameSummary:
 def _sentence(file: str, line: int | None, code: str | None, title: str) -> str:
     why = f" ({title})" if title else ""
     where = f'{Path(file).name}:{line} has "{code}", which dynamo cannot capture{why}'
-    return f"{where}: your own code runs there{_step(f'{code} {title}')}"
+    return f"{where}: your own code runs there{_advice_for(f'{code} {title}')}"
 
 
-def _step(said: str) -> str:
+def _advice_for(said: str) -> str:
     """Return "; " and what to do about a line and dynamo's reason, or "" if no entry matches."""
     return next((f"; {what}" for words, what in _ADVICE.items() if words in said), "")
 

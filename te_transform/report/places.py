@@ -81,7 +81,7 @@ def collapse(paths: Iterable[str]) -> tuple[tuple[str, int], ...]:
         counts = {}
         for key, (numbers, count) in merged.items():
             counts[tuple(numbers if part is None else part for part in key)] = count
-    named = ((".".join(map(_spelled, parts)), count) for parts, count in counts.items())
+    named = ((".".join(map(_path_part, parts)), count) for parts, count in counts.items())
     return tuple((pattern or "(the model itself)", count) for pattern, count in named)
 
 
@@ -94,7 +94,7 @@ def _part(text: str) -> str | frozenset[int]:
     return frozenset({int(text)}) if text.isdecimal() and text == str(int(text)) else text
 
 
-def _spelled(part: str | frozenset[int]) -> str:
+def _path_part(part: str | frozenset[int]) -> str:
     if isinstance(part, str):
         return part
     runs = groupby(enumerate(sorted(part)), lambda numbered: numbered[1] - numbered[0])

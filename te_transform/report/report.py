@@ -166,7 +166,7 @@ class Report:
 
     def __rich__(self) -> Group:
         rows = [*gather(self.fused), *most_valuable_first(gather(self.refused))]
-        shown = [Text(), _table(rows)] if rows else []
+        shown = [Text(), _site_table(rows)] if rows else []
         notes = [Text(f"note: {note}") for note in self.all_notes()]
         return Group(Text(self.title, style="bold"), *shown, *([Text(), *notes] if notes else []))
 
@@ -253,7 +253,7 @@ def _precise(plan: PrecisionPlan) -> Iterator[str]:
         yield sentence if why is None else f"not {sentence}, because {why}"
 
 
-def _table(rows: Sequence[Places]) -> Table:
+def _site_table(rows: Sequence[Places]) -> Table:
     """Return the table of fused and refused sites, with counts, active counts and reasons."""
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False, show_edge=False)
     refused = [places for places in rows if not places.is_fused]

@@ -28,7 +28,7 @@ class BlockCalls:
 
     def passed(self, block: nn.Module, args: tuple, kwargs: dict) -> tuple[Any] | None:
         """Return what a block returns that adds nothing, in a tuple, or None if that is not known."""
-        form = self.forms.get(_key(block, args, kwargs))
+        form = self.forms.get(_call_key(block, args, kwargs))
         if form is None:
             return None
         spec, places = form
@@ -37,16 +37,16 @@ class BlockCalls:
 
     def learn(self, block: nn.Module, args: tuple, kwargs: dict, out: Any) -> None:
         """Learn from a call what a block returns."""
-        noted, key = ends.get(), _key(block, args, kwargs)
+        noted, key = ends.get(), _call_key(block, args, kwargs)
         if noted is None or key in self.forms:
             return
         given, (leaves, spec) = tree_leaves((args, kwargs)), tree_flatten(out)
-        places = [_place(leaf, given, *noted) for leaf in leaves]
+        places = [_position_of(leaf, given, *noted) for leaf in leaves]
         is_known = None not in places and any(leaf is noted[1] for leaf in leaves)
         self.forms[key] = (spec, places) if is_known else None
 
 
-def _place(leaf: Any, given: Sequence[Any], before: Any, behind: Any) -> tuple[bool, Any] | None:
+def _position_of(leaf: Any, given: Sequence[Any], before: Any, behind: Any) -> tuple[bool, Any] | None:
     """Return where a dropped block finds what it returns: the place of an argument, or a constant."""
     wanted = before if leaf is behind else leaf
     if isinstance(wanted, Tensor):
@@ -54,7 +54,7 @@ def _place(leaf: Any, given: Sequence[Any], before: Any, behind: Any) -> tuple[b
     return (False, leaf) if leaf is None or isinstance(leaf, (bool, str)) else None
 
 
-def _key(block: nn.Module, args: tuple, kwargs: dict) -> tuple:
+def _call_key(block: nn.Module, args: tuple, kwargs: dict) -> tuple:
     """Return what tells calls of a block apart, in the same way on all ranks: no sizes."""
     leaves, spec = tree_flatten((args, kwargs))
     return (

@@ -54,7 +54,7 @@ class Cutter:
         if self.reshape:
             for path, tensor in tensors(batch):
                 self._check_reshapes(path, tensor, planned[path], rows)
-        divide = _reshaped if self.reshape else _truncated
+        divide = _reshaped_rows if self.reshape else _truncated
         kept = size // length * length if self.reshape else length
         return rebuilt(batch, lambda path, tensor: divide(path, tensor, planned[path], length)), rows * kept
 
@@ -88,7 +88,7 @@ class Cutter:
             )
         name = _last(path)
         if (declared := self._declared(path)) is not None:
-            return _checked(path, tensor, declared, size)
+            return _check_dims(path, tensor, declared, size)
         if _SIZES.search(name) and tensor.dim() < 2:
             raise CurriculumError(
                 f"expected sequences whose lengths their shapes have, got {path} {[*tensor.shape]}, which "
@@ -145,7 +145,7 @@ def _sequence_dims(name: str, shape: torch.Size, rows: int, size: int) -> tuple[
     return None
 
 
-def _checked(path: str, tensor: Tensor, dims: tuple[int, ...], size: int) -> tuple[int, ...]:
+def _check_dims(path: str, tensor: Tensor, dims: tuple[int, ...], size: int) -> tuple[int, ...]:
     """Return the declared sequence dimensions of a tensor, which have to have the size of the inputs'."""
     if wrong := [dim for dim in dims if not -tensor.dim() <= dim < tensor.dim() or tensor.shape[dim] != size]:
         raise CurriculumError(
@@ -162,7 +162,7 @@ def _truncated(path: str, tensor: Tensor, dims: tuple[int, ...], length: int) ->
     return _contiguous(tensor)
 
 
-def _reshaped(path: str, tensor: Tensor, dims: tuple[int, ...], length: int) -> Tensor:
+def _reshaped_rows(path: str, tensor: Tensor, dims: tuple[int, ...], length: int) -> Tensor:
     """Return [batch, sequence, ...] as [batch * rows, length, ...]; a rest below `length` is dropped."""
     if not dims:
         return tensor
@@ -197,7 +197,7 @@ def tensors(batch: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
     if isinstance(batch, Tensor):
         yield path or "0", batch
         return
-    for name, value in _parts(batch):
+    for name, value in _batch_parts(batch):
         yield from tensors(value, f"{path}.{name}" if path else str(name))
 
 
@@ -206,7 +206,8 @@ def rebuilt(batch: Any, change: Callable[[str, Tensor], Tensor], path: str = "")
     if isinstance(batch, Tensor):
         return change(path or "0", batch)
     parts = {
-        name: rebuilt(value, change, f"{path}.{name}" if path else str(name)) for name, value in _parts(batch)
+        name: rebuilt(value, change, f"{path}.{name}" if path else str(name))
+        for name, value in _batch_parts(batch)
     }
     if isinstance(batch, MutableMapping):
         made = copy.copy(batch)  # a BatchEncoding has more than its items
@@ -222,7 +223,7 @@ def rebuilt(batch: Any, change: Callable[[str, Tensor], Tensor], path: str = "")
     return replace(batch, **parts) if parts else batch
 
 
-def _parts(batch: Any) -> Iterator[tuple[Any, Any]]:
+def _batch_parts(batch: Any) -> Iterator[tuple[Any, Any]]:
     """Yield the parts of a container by their names, nothing of anything else."""
     if isinstance(batch, Mapping):
         yield from batch.items()

@@ -162,10 +162,10 @@ def drop_layers(
         OptionError: a number is out of range, or the model was converted in a mode that runs as a whole.
         ModelError: no model was converted, or it has no residual branches x + f(norm(x)) of its own layers.
     """
-    gamma = _checked(total_steps, theta, gamma, seed)
-    model, runner = _found(converted)
+    gamma = _check_schedule(total_steps, theta, gamma, seed)
+    model, runner = _converted_with_runner(converted)
     _check_mode(runner)
-    layers = _layers(model, runner)
+    layers = _layers_and_refusals(model, runner)
     settings = {"total_steps": total_steps, "theta": theta, "gamma": gamma, "seed": seed}
     schedule = LayerDropping(model, layers, **settings)
     decide_on_layers(model, runner, schedule)
@@ -173,7 +173,7 @@ def drop_layers(
     return schedule
 
 
-def _checked(total_steps: int, theta: float, gamma: float | None, seed: int) -> float:
+def _check_schedule(total_steps: int, theta: float, gamma: float | None, seed: int) -> float:
     """Return gamma, after a check of all numbers."""
     if not is_count(total_steps):
         raise OptionError(
@@ -191,7 +191,7 @@ def _checked(total_steps: int, theta: float, gamma: float | None, seed: int) -> 
     return 100 / total_steps if gamma is None else float(gamma)
 
 
-def _found(model: Any) -> tuple[nn.Module, Runner]:
+def _converted_with_runner(model: Any) -> tuple[nn.Module, Runner]:
     """Return the converted model in `model`, and what it carries."""
     check_module(model, "drop_layers")
     for module in model.modules():
@@ -232,7 +232,7 @@ def _check_mode(runner: Runner) -> None:
         )
 
 
-def _layers(model: nn.Module, runner: Runner) -> tuple[tuple[str, ...], dict[str, str]]:
+def _layers_and_refusals(model: nn.Module, runner: Runner) -> tuple[tuple[str, ...], dict[str, str]]:
     """Return the paths of the layers in the graphs that were captured so far, and the reasons against others.
 
     Raises:

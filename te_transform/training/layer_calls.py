@@ -23,13 +23,13 @@ from te_transform.plan.model import CONVERTED
 from te_transform.training.block_calls import BlockCalls
 from te_transform.training.layered import Layered, LayerPolicy, LayersNow, layered_plan
 
-_OBSERVED = "verify() or the conversion looks at the call, in which all layers run"
+_ALL_LAYERS_OBSERVED = "verify() or the conversion looks at the call, in which all layers run"
 _WHOLE = "all layers run in this call"
-_NONE = "no layer of the graph can be left out"
+_NO_LAYERS = "no layer of the graph can be left out"
 
-_OUTSIDE: Any = object()
-# the path of the module whose call runs in training; None in other calls, _OUTSIDE outside of any
-_trained: ContextVar[Any] = ContextVar("_trained", default=_OUTSIDE)
+_NOT_IN_CALL: Any = object()
+# the path of the module whose call runs in training; None in other calls, _NOT_IN_CALL outside of any
+_trained_layers: ContextVar[Any] = ContextVar("_trained_layers", default=_NOT_IN_CALL)
 
 
 class LayerCalls:
@@ -58,11 +58,11 @@ class LayerCalls:
     @contextmanager
     def around(self, call: ModuleCall) -> Iterator[None]:
         """Note whether the call trains, and of which module it is."""
-        token = _trained.set(self._trained_path(call.role, call.module))
+        token = _trained_layers.set(self._trained_path(call.role, call.module))
         try:
             yield
         finally:
-            _trained.reset(token)
+            _trained_layers.reset(token)
 
     def learn(self, call: ModuleCall, out: Any) -> None:
         """Learn what a block returns, from a training call that has run."""
@@ -105,8 +105,8 @@ class LayerCalls:
         A block in a call of the model trains if the model does: a reentrant checkpoint calls it without
         gradients.
         """
-        if role.kind is Role.BLOCK and _trained.get() is not _OUTSIDE:
-            is_trained = _trained.get() is not None
+        if role.kind is Role.BLOCK and _trained_layers.get() is not _NOT_IN_CALL:
+            is_trained = _trained_layers.get() is not None
         else:
             is_trained = module.training and torch.is_grad_enabled()
         return self.paths.get(id(module)) if is_trained else None
@@ -129,16 +129,16 @@ class LayeredGraph:
     def refuse(self, call: CallContext) -> str | None:
         """Return why all layers run."""
         if call.is_observed:
-            return _OBSERVED
-        calls, path = self.calls(), _trained.get()
-        if path is None or path is _OUTSIDE or calls is None or not calls.is_on():
+            return _ALL_LAYERS_OBSERVED
+        calls, path = self.calls(), _trained_layers.get()
+        if path is None or path is _NOT_IN_CALL or calls is None or not calls.is_on():
             return _WHOLE
-        return _NONE if self._made() is None else None
+        return _NO_LAYERS if self._made() is None else None
 
     def run(self, call: CallContext) -> Any:
         """Run the layers that the policy keeps."""
         calls = self.calls()
-        return self._made()(LayersNow(calls.policy, _trained.get(), calls.names), call.args)
+        return self._made()(LayersNow(calls.policy, _trained_layers.get(), calls.names), call.args)
 
     def _made(self) -> Layered | None:
         if self.layered is None:

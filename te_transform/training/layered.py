@@ -59,7 +59,7 @@ def layered_plan(
     found = residual(plan_)
     for reason in dict.fromkeys(found.refused.values()):
         paths = [path for path, why in found.refused.items() if why == reason]
-        tell(sentence := f"{_never(paths)} never dropped: {reason}")
+        tell(sentence := f"{_never_trained(paths)} never dropped: {reason}")
         log.warning(sentence)
     if not found.layers:
         return None
@@ -69,7 +69,7 @@ def layered_plan(
     return made, found.layers
 
 
-def _never(paths: Sequence[str]) -> str:
+def _never_trained(paths: Sequence[str]) -> str:
     return f"{paths[0]} is" if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1} more layers are"
 
 
@@ -90,11 +90,11 @@ class LayerFactors:
             (1.0 if factor is None else factor, dtype, device)
             for factor, dtype in zip(factors, self.dtypes, strict=True)
         ]
-        self.last = {key: self.last[key] if key in self.last else _number(*key) for key in keys}
+        self.last = {key: self.last[key] if key in self.last else _scalar(*key) for key in keys}
         return [self.last[key] for key in keys]
 
 
-def _number(held: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+def _scalar(held: float, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.full((), held, dtype=dtype, device=device)
 
 

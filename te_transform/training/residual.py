@@ -54,8 +54,8 @@ WRITES = "the layer writes in place to a tensor from outside; drop_layers() need
 NO_SUM = "the sum is part of another operation, {}; drop_layers() needs an addition of stream and branch"
 NESTED_LAYER = "the layer lies inside another one, which is dropped as a whole"
 
-_NUMBERED = re.compile(r"(?:.*\.)?\d+$")
-_SUMS = {"add", "iadd", "__add__", "__iadd__", "__radd__", "add_"}
+_NUMBERED_PATH = re.compile(r"(?:.*\.)?\d+$")
+_ADD_NAMES = {"add", "iadd", "__add__", "__iadd__", "__radd__", "add_"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,8 +99,8 @@ def residual(plan: Plan) -> Residual:
     sums, live = _sums(plan.before), _live(plan.captured.graph)
     found: list[Layer] = []
     refused: dict[str, str] = {}
-    for path, group in _groups(plan, sums):
-        made = _layer(plan, live, path, [(node, *sums[node]) for node in group])
+    for path, group in _sums_by_layer(plan, sums):
+        made = _layer_or_refusal(plan, live, path, [(node, *sums[node]) for node in group])
         if isinstance(made, Layer):
             found.append(made)
         else:
@@ -122,14 +122,14 @@ def _sums(graph: fx.Graph) -> dict[fx.Node, tuple[fx.Node, fx.Node]]:
     """Return the sums of a stream and a branch, in order, each with both."""
     sums: dict[fx.Node, tuple[fx.Node, fx.Node]] = {}
     for node in graph.nodes:
-        for stream, branch in _operands(node):
+        for stream, branch in _stream_and_branch(node):
             if _reads_by_norms(branch, _stream(stream, sums)):
                 sums[node] = stream, branch
                 break
     return sums
 
 
-def _operands(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
+def _stream_and_branch(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
     """Yield stream and branch, and the two swapped, if the node may add them."""
     if node.target is not torch.add or node.kwargs or len(node.args) != 2:
         return
@@ -152,8 +152,8 @@ def _before(node: fx.Node, sums: dict[fx.Node, tuple[fx.Node, fx.Node]]) -> fx.N
     return node.args[0] if node.target is torch.reshape else sums[node][0] if node in sums else None
 
 
-def _laid_out(node: fx.Node) -> fx.Node:
-    return _laid_out(node.args[0]) if node.target is torch.reshape else node
+def _without_reshapes(node: fx.Node) -> fx.Node:
+    return _without_reshapes(node.args[0]) if node.target is torch.reshape else node
 
 
 def _reads_by_norms(branch: fx.Node, stream: Sequence[fx.Node]) -> bool:
@@ -183,7 +183,7 @@ def _is_size(node: fx.Node) -> bool:
     return isinstance(value(node), (int, float, torch.SymInt, torch.Size))
 
 
-def _groups(plan: Plan, sums: dict[fx.Node, Any]) -> Iterator[tuple[str, list[fx.Node]]]:
+def _sums_by_layer(plan: Plan, sums: dict[fx.Node, Any]) -> Iterator[tuple[str, list[fx.Node]]]:
     """Yield the path of each layer with its sums: successive sums of one stream and one module."""
     stacks = {node: modules_of(_captured(plan, node)) if "origin" in node.meta else [] for node in sums}
     classes: dict[str, set[str]] = defaultdict(set)
@@ -197,7 +197,7 @@ def _groups(plan: Plan, sums: dict[fx.Node, Any]) -> Iterator[tuple[str, list[fx
         for node, stack in stacks.items()
     }
     for node in sums:
-        goes_on = group and _laid_out(sums[node][0]) is group[-1] and paths[node] == paths[group[0]]
+        goes_on = group and _without_reshapes(sums[node][0]) is group[-1] and paths[node] == paths[group[0]]
         if group and not goes_on:
             yield paths[group[0]], group
             group = []
@@ -212,12 +212,12 @@ def _layer_path(stack: Sequence[tuple[str, str]], classes: dict[str, set[str]], 
     It is the innermost module whose list has one class. T5's layers hold lists of several classes: without
     a list of one class it is the outermost module of a list.
     """
-    of_lists = [path for path, _ in reversed(stack) if _NUMBERED.match(path)]
+    of_lists = [path for path, _ in reversed(stack) if _NUMBERED_PATH.match(path)]
     outermost = of_lists[-1] if of_lists and not is_block else ""
     return next((path for path in of_lists if len(classes[path.rpartition(".")[0]]) == 1), outermost)
 
 
-def _layer(
+def _layer_or_refusal(
     plan: Plan, live: set[fx.Node], path: str, sums: Sequence[tuple[fx.Node, fx.Node, fx.Node]]
 ) -> Layer | str:
     """Return the layer as nodes of the captured graph, or why it cannot be dropped."""
@@ -230,14 +230,14 @@ def _layer(
     branches = []
     for each in sums:
         node, stream, branch = (_captured(plan, found) for found in each)
-        if called(node) not in _SUMS:
+        if called(node) not in _ADD_NAMES:
             return NO_SUM.format(called(node))
-        operand = _operand(node, stream, branch)
+        operand = _branch_operand(node, stream, branch)
         if operand is None:
             return NO_SUM.format("whose parts were written otherwise")
         branches.append((node, operand))
-    inside = _inside(start, end)
-    reason = _why_not(live, start, end, inside)
+    inside = _nodes_between(start, end)
+    reason = _why_not_dropped(live, start, end, inside)
     return reason or Layer(path, start, end, tuple(branches), frozenset(inside))
 
 
@@ -263,7 +263,7 @@ def _in_form(end: fx.Node, start: fx.Node) -> fx.Node:
     return reader if is_same and not same_shape(shape_of(end), shape_of(start)) else end
 
 
-def _operand(node: fx.Node, stream: fx.Node, branch: fx.Node) -> fx.Node | None:
+def _branch_operand(node: fx.Node, stream: fx.Node, branch: fx.Node) -> fx.Node | None:
     """Return the operand of a captured sum that is computed from the branch."""
     for operand in node.all_input_nodes:
         if branch in computed_from([operand], lambda at: at is not branch and not at > stream):
@@ -271,7 +271,7 @@ def _operand(node: fx.Node, stream: fx.Node, branch: fx.Node) -> fx.Node | None:
     return None
 
 
-def _inside(start: fx.Node, end: fx.Node) -> set[fx.Node]:
+def _nodes_between(start: fx.Node, end: fx.Node) -> set[fx.Node]:
     """Return what depends on `start` and is needed for `end`, with writes to such values."""
     inside: set[fx.Node] = set()
     writing = [node for node in end.graph.nodes if start < node < end and writes(node)]
@@ -287,7 +287,7 @@ def _inside(start: fx.Node, end: fx.Node) -> set[fx.Node]:
     return inside
 
 
-def _why_not(live: set[fx.Node], start: fx.Node, end: fx.Node, inside: set[fx.Node]) -> str | None:
+def _why_not_dropped(live: set[fx.Node], start: fx.Node, end: fx.Node, inside: set[fx.Node]) -> str | None:
     """Return why a layer cannot be left out, or None; `live` is what the output of the graph needs."""
     for node in sorted(inside - {end}):
         if any(user in live and user not in inside for user in node.users):
@@ -315,7 +315,7 @@ def _live(graph: fx.Graph) -> set[fx.Node]:
 def _post_norms(graph: fx.Graph) -> Iterable[str]:
     """Yield the paths of sums whose one operand is computed from the other."""
     for node in graph.nodes:
-        for stream, branch in _operands(node):
+        for stream, branch in _stream_and_branch(node):
             if branch > stream and stream in computed_from([branch], partial(_is_out_of, stream)):
                 yield node.meta.get("path", "")
 

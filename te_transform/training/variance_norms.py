@@ -34,11 +34,11 @@ def variance_norms(optimizer: torch.optim.Optimizer) -> VarianceNorms:
             f"expected second moments (exp_avg_sq), got a {type(optimizer).__name__} without; pass an "
             "optimizer of Adam's family after its first step"
         )
-    roots = [_whole(state).float().sqrt() for state in states]
+    roots = [_full_tensor(state).float().sqrt() for state in states]
     sums, largest = [root.sum(dtype=torch.float64) for root in roots], [root.max() for root in roots]
     return VarianceNorms(sum(map(float, sums)), max(map(float, largest)))
 
 
-def _whole(value: Any) -> Tensor:
+def _full_tensor(value: Any) -> Tensor:
     """Return all of a state that may be sharded."""
     return value.full_tensor() if hasattr(value, "full_tensor") else value

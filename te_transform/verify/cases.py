@@ -83,7 +83,7 @@ def failed(rows: list[Row]) -> bool:
 
 
 def _cases(label: str, inputs: Inputs, modes: tuple[str, ...]) -> Iterator[Case]:
-    trained = _trained(inputs)
+    trained = _requiring_gradients(inputs)
     yield Case(label, trained, True, True)
     if label.startswith(EXAMPLE):
         yield Case(label, trained, False, True)
@@ -92,7 +92,7 @@ def _cases(label: str, inputs: Inputs, modes: tuple[str, ...]) -> Iterator[Case]
     yield Case(label, inputs, False, False)
 
 
-def _trained(inputs: Inputs) -> Inputs:
+def _requiring_gradients(inputs: Inputs) -> Inputs:
     """Return the inputs with every floating-point tensor requiring a gradient, except masks.
 
     Masks have no gradient in normal calls, and a mask with a gradient would be captured differently.

@@ -54,12 +54,12 @@ def check_sites(graph: CapturedGraph, arguments: Sequence[Any]) -> dict[Site, st
     with _apart(tensors):
         walk = _Walk(graph.plan)
         with torch.no_grad():
-            walk.run(*map(_own, arguments))
+            walk.run(*map(_own_argument, arguments))
             walk.let_stand_for_all()
     return walk.wrong
 
 
-_LAYER = r"(?:\w+\.)*\d+\."  # the path prefix of a layer; reasons contain no paths
+_LAYER_PREFIX = r"(?:\w+\.)*\d+\."  # the path prefix of a layer; reasons contain no paths
 # The number of equal sites to check: a model has one per layer, and a check takes as long as 20 calls.
 MOST_ALIKE = 8
 
@@ -83,7 +83,7 @@ def _apart(tensors: list[Tensor]) -> Iterator[None]:
             parameter._backward_hooks = held
 
 
-def _own(argument: Any) -> Any:
+def _own_argument(argument: Any) -> Any:
     """Return the argument, cloned if a forward might write to it."""
     written = isinstance(argument, Tensor) and not isinstance(argument, nn.Parameter)
     return argument.clone() if written else argument
@@ -118,7 +118,10 @@ class _Pair:
         Inputs that are neither parameters nor trained must be the same nodes, because the values of masks
         select kernels.
         """
-        inputs = ((_kind(n), "" if is_parameter(n) or _is_trained(n) else n.name) for n in self.inputs)
+        inputs = (
+            (_node_properties(n), "" if is_parameter(n) or _value_needs_gradient(n) else n.name)
+            for n in self.inputs
+        )
         return structure(self.fused), structure(self.reference), tuple(inputs)
 
     def wrong(self, held: dict[str, Any]) -> str | None:
@@ -141,14 +144,14 @@ class _Pair:
         if not failed:
             return None
         worst = max(failed, key=lambda row: row.times)
-        return str(replace(worst, name=re.sub(_LAYER, "", worst.name)))
+        return str(replace(worst, name=re.sub(_LAYER_PREFIX, "", worst.name)))
 
     def _given(self, held: dict[str, Any]) -> Inputs:
         """Return the site's inputs without parameters; they require gradients as in the model."""
         given = []
         for node in self.inputs:
             if not isinstance(held[node.name], nn.Parameter):
-                is_trained = _is_trained(node)
+                is_trained = _value_needs_gradient(node)
                 given.append(held[node.name].detach().requires_grad_() if is_trained else held[node.name])
         return Inputs(tuple(given))
 
@@ -175,11 +178,11 @@ class _Pair:
         return Subject(call, lambda: names, partial(in_double, module) if double else nullcontext)
 
 
-def _is_trained(node: fx.Node) -> bool:
+def _value_needs_gradient(node: fx.Node) -> bool:
     return isinstance(value(node), Tensor) and value(node).requires_grad
 
 
-def _kind(node: fx.Node) -> Any:
+def _node_properties(node: fx.Node) -> Any:
     held = value(node)
     if not isinstance(held, Tensor):
         return repr(held)

@@ -112,12 +112,12 @@ def emulated_product(x: Tensor, weight: Tensor, bias: Tensor | None, formats: Fo
 
     x [..., in], weight [out, in], bias [out] -> [..., out] in the dtype of x; computed in fp32.
     """
-    out = _Product.apply(x, weight, formats)
+    out = _EmulatedProduct.apply(x, weight, formats)
     out = out if bias is None else out + bias.float()
     return out.to(x.dtype)
 
 
-class _Product(torch.autograd.Function):
+class _EmulatedProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, formats: Formats) -> Tensor:
         ctx.save_for_backward(x, weight)

@@ -35,13 +35,13 @@ def first_difference(
         inputs: The inputs of a case that fails.
     """
     try:
-        own, found = _recorded(original, inputs)
+        own, found = _record_tape(original, inputs)
         how = {"cotangents": found.cotangents}
-        exact, _ = _recorded(reference, inputs, **how, double=True)
+        exact, _ = _record_tape(reference, inputs, **how, double=True)
     except _Raised:  # the original does not run with hooks
         return None
     try:
-        theirs, _ = _recorded(other, inputs, **how)
+        theirs, _ = _record_tape(other, inputs, **how)
     except _Raised as error:
         return error.path, f"the second model raises in it: {error}"
     keys = _paired(own, theirs)
@@ -51,7 +51,7 @@ def first_difference(
         if all(row.ok for row in rows):
             return None
         with torch.enable_grad():
-            drawn, _ = _recorded(original, inputs, **how, rounding=seed)
+            drawn, _ = _record_tape(original, inputs, **how, rounding=seed)
         worst = worst_of(worst, _as_run(drawn, keys, like=own), wide)
         rows = compare(converted, [worst], wide, "")
     keyed = [*zip((*worst.outputs, *worst.gradients), rows, strict=False)]
@@ -66,7 +66,7 @@ class _Raised(Exception):
         self.path = path
 
 
-def _recorded(taped: Taped, inputs: Inputs, **how: object) -> tuple[Tape, Run]:
+def _record_tape(taped: Taped, inputs: Inputs, **how: object) -> tuple[Tape, Run]:
     subject, tape = taped()
 
     def within() -> AbstractContextManager:

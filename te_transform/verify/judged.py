@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from te_transform.execution.modes import GraphMode
 
-_DROPOUTS = {
+_RANDOM_FUNCTIONS = {
     F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout,
     torch.dropout, torch.dropout_, torch.alpha_dropout, torch.alpha_dropout_,
     torch.feature_dropout, torch.feature_dropout_, torch.feature_alpha_dropout, torch.feature_alpha_dropout_,
@@ -85,7 +85,7 @@ class Judged(GraphMode):
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
-        if func in _DROPOUTS:
+        if func in _RANDOM_FUNCTIONS:
             return torch.dropout(args[0] if args else kwargs["input"], 0.0, False)
         if func in _DROPOUT_P:
             place = _DROPOUT_P[func]
@@ -93,7 +93,10 @@ class Judged(GraphMode):
             kwargs = {key: 0.0 if key == "dropout_p" else value for key, value in kwargs.items()}
         if self.double:
             func = _DOUBLE.get(func, func)
-            args, kwargs = tuple(map(_wide, args)), {key: _wide(value) for key, value in kwargs.items()}
+            args, kwargs = (
+                tuple(map(_as_float64, args)),
+                {key: _as_float64(value) for key, value in kwargs.items()},
+            )
         out = func(*args, **kwargs)
         return out if self.seeds is None else self._rounded(out, tree_leaves((args, kwargs)))
 
@@ -108,7 +111,7 @@ class Judged(GraphMode):
         return _RoundedAtRandom.apply(out, self.seeds.getrandbits(62))
 
 
-def _grouped_mm(x: Tensor, weight: Tensor, offs: Tensor, **_: Any) -> Tensor:
+def _grouped_mm_by_expert(x: Tensor, weight: Tensor, offs: Tensor, **_: Any) -> Tensor:
     """Compute grouped_mm of rows [rows, in] by experts [experts, in, out]; torch's does not support fp64."""
     ends = offs.tolist()
     products = [x[start:stop] @ expert for start, stop, expert in zip([0, *ends], ends, weight, strict=False)]
@@ -120,7 +123,7 @@ def _grouped_mm(x: Tensor, weight: Tensor, offs: Tensor, **_: Any) -> Tensor:
 MOST_SCORES = 2**28
 
 
-def _attention(
+def _attention_by_head(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -145,13 +148,13 @@ def _attention(
 
 
 _DOUBLE = {
-    F.scaled_dot_product_attention: _attention,
+    F.scaled_dot_product_attention: _attention_by_head,
     Tensor.float: Tensor.double,
     Tensor.half: Tensor.double,
     Tensor.bfloat16: Tensor.double,
-    torch._grouped_mm: _grouped_mm,  # F.grouped_mm calls it
+    torch._grouped_mm: _grouped_mm_by_expert,  # F.grouped_mm calls it
 }
 
 
-def _wide(value: Any) -> Any:
+def _as_float64(value: Any) -> Any:
     return torch.float64 if isinstance(value, torch.dtype) and value.is_floating_point else value

@@ -10,17 +10,17 @@ from te_transform.graph.keywords import did_you_mean
 
 Names = Mapping[str, str | None] | Callable[[str], str | None]
 _SHOWN = 5  # the most names in a sentence
-_COMPILED = "_orig_mod"  # the attribute by which torch.compile holds the module
+_ORIG_MOD = "_orig_mod"  # the attribute by which torch.compile holds the module
 
 
 def plain_name(name: str) -> str:
     """Return the name without the parts that torch.compile adds."""
-    return ".".join(part for part in name.split(".") if part != _COMPILED)
+    return ".".join(part for part in name.split(".") if part != _ORIG_MOD)
 
 
 def uncompiled(model: nn.Module) -> nn.Module:
     """Return the module that torch.compile() wrapped, or the model itself."""
-    return getattr(model, _COMPILED, model)
+    return getattr(model, _ORIG_MOD, model)
 
 
 def call_uncompiled(model: nn.Module) -> None:

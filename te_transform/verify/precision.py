@@ -47,7 +47,7 @@ class Recipes:
         values = graph.values(arguments)
         for site in graph.plan.sites if names is not None else ():
             weights = [values[node.meta["origin"]] for product in site.weights for node in product]
-            if weights and _in_fp8(site, weights[0]):
+            if weights and _runs_in_fp8(site, weights[0]):
                 names.update(self.names[id(weight)] for weight in weights)
 
     @contextlib.contextmanager
@@ -82,7 +82,7 @@ class Recipes:
                 state.kernels = kernels
 
 
-def _in_fp8(site: Site, first: Tensor) -> bool:
+def _runs_in_fp8(site: Site, first: Tensor) -> bool:
     own = read_state(first).in_fp8
     return site.fused.in_fp8 if own is None else own
 

@@ -73,7 +73,7 @@ def run(
             be in fp64.
         rounding: A seed to perturb every result that requires a gradient by at most a random half ulp.
     """
-    args, kwargs, leaves = _given(inputs, double)
+    args, kwargs, leaves = _copies_and_leaves(inputs, double)
     mode = Judged(double, rounding)
     with subject.within(), _default_dtype(double), same_random(tree_leaves((args, kwargs))):
         trained = {name: tensor for name, tensor in subject.parameters() if tensor.requires_grad}
@@ -81,7 +81,9 @@ def run(
             outputs = dict(named_tensors(subject.call(*args, **kwargs)))
         cotangents = _cotangents(outputs) if cotangents is None else cotangents
         with mode:  # the backward of checkpoints reruns their forward
-            gradients = _gradients(outputs, cotangents, trained | leaves) if torch.is_grad_enabled() else {}
+            gradients = (
+                _source_gradients(outputs, cotangents, trained | leaves) if torch.is_grad_enabled() else {}
+            )
         own = {name: gradient for name, gradient in gradients.items() if name in trained}
         gradients = subject.pull_back(own) | {n: g for n, g in gradients.items() if n not in trained}
     return Run({name: out.detach() for name, out in outputs.items()}, gradients, dict(cotangents))
@@ -122,7 +124,7 @@ def widened(tensor: Tensor) -> Tensor:
     return parameter
 
 
-def _given(inputs: Inputs, double: bool) -> tuple[tuple, dict[str, Any], dict[str, Tensor]]:
+def _copies_and_leaves(inputs: Inputs, double: bool) -> tuple[tuple, dict[str, Any], dict[str, Tensor]]:
     """Return copies of the arguments, and the leaves that require a gradient, by name."""
     copies: dict[int, Tensor] = {}
     leaves: dict[str, Tensor] = {}
@@ -169,10 +171,10 @@ def _cotangents(outputs: dict[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
-def _gradients(
+def _source_gradients(
     outputs: dict[str, Tensor], cotangents: Mapping[str, Tensor], sources: dict[str, Tensor]
 ) -> dict[str, Tensor]:
-    used = [n for n, out in outputs.items() if out.requires_grad and _fits(cotangents.get(n), out)]
+    used = [n for n, out in outputs.items() if out.requires_grad and _fits_output(cotangents.get(n), out)]
     if not used or not sources:
         return {}
     # torch.autograd.grad calls this; torch.autograd.grad itself would be intercepted by the function mode,
@@ -190,7 +192,7 @@ def _gradients(
     return {name: torch.zeros_like(source) if grad is None else grad for (name, source), grad in pairs}
 
 
-def _fits(cotangent: Tensor | None, out: Tensor) -> bool:
+def _fits_output(cotangent: Tensor | None, out: Tensor) -> bool:
     return cotangent is not None and cotangent.shape == out.shape
 
 

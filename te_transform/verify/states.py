@@ -19,16 +19,20 @@ _E4M3 = 2**-4  # the largest relative error of rounding to it
 
 def compare_states(model: nn.Module, converted: nn.Module) -> Iterator[Row]:
     """Yield a row for each difference, and one with the number of entries."""
-    own, theirs, held = model.state_dict(), converted.state_dict(), _held(converted) - _held(model)
+    own, theirs, held = (
+        model.state_dict(),
+        converted.state_dict(),
+        _fp8_only_names(converted) - _fp8_only_names(model),
+    )
     if list(own) != list(theirs):
         changed = sorted(own.keys() ^ theirs.keys())
         more = f" and {len(changed) - _NAMES} more" if len(changed) > _NAMES else ""
         yield Row(STATE_DICT, "names", False, reason=f"differ, {changed[:_NAMES] or 'in order'}{more}")
     for name in [name for name in own if name in theirs]:
         if name in held:
-            yield _rounded(name, own[name], exact(theirs[name]))
+            yield _compare_rounded(name, own[name], exact(theirs[name]))
         elif not _same(own[name], theirs[name]):
-            yield Row(STATE_DICT, name, False, reason=_difference(own[name], theirs[name]))
+            yield Row(STATE_DICT, name, False, reason=_why_different(own[name], theirs[name]))
     yield Row(STATE_DICT, f"{len(own)} entries", True)
 
 
@@ -38,7 +42,9 @@ def compare_weights(made: Mapping[str, Any], state: Mapping[str, Any]) -> Iterat
     Weights of other dtypes and quantized weights are not compared: outputs show whether they are right.
     """
     pairs = [
-        (n, t, state[n]) for n, t in made.items() if _is_plain(state.get(n)) and t.dtype is state[n].dtype
+        (n, t, state[n])
+        for n, t in made.items()
+        if _is_plain_tensor(state.get(n)) and t.dtype is state[n].dtype
     ]
     for name, own, theirs in pairs:
         if same_bits(own, theirs):
@@ -51,22 +57,22 @@ def compare_weights(made: Mapping[str, Any], state: Mapping[str, Any]) -> Iterat
     yield Row(STATE_DICT, f"{len(pairs)} weights", True)
 
 
-def _is_plain(held: Any) -> bool:
+def _is_plain_tensor(held: Any) -> bool:
     return type(held) in (Tensor, nn.Parameter) and not held.is_quantized and not held.is_meta
 
 
-def _held(model: nn.Module) -> set[str]:
+def _fp8_only_names(model: nn.Module) -> set[str]:
     """Return the names of FP8-only parameters, which a state dict holds as plain tensors."""
     return {name for name, p in model.named_parameters(remove_duplicate=False) if is_fp8_only(p)}
 
 
-def _rounded(name: str, own: Tensor, theirs: Tensor) -> Row:
+def _compare_rounded(name: str, own: Tensor, theirs: Tensor) -> Row:
     """Compare an FP8-only weight; the rounding of E4M3 (3 bits of mantissa) is allowed."""
     error = float((theirs.double() - own.double()).norm() / own.double().norm().clamp(min=1e-300))
     return Row(STATE_DICT, name, error <= _E4M3, error, allowed=_E4M3, dtype="FP8")
 
 
-def _difference(own: Any, theirs: Any) -> str:
+def _why_different(own: Any, theirs: Any) -> str:
     """Return why two entries differ; the text distinguishes a cast of the same weights from other weights."""
     are_tensors = isinstance(own, Tensor) and isinstance(theirs, Tensor)
     if are_tensors and own.shape != theirs.shape:

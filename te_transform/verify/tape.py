@@ -77,7 +77,10 @@ class Tape:
         if not self.is_on:
             return None
         # a view of its own, whose gradient is that of this call alone
-        args, kwargs = tuple(map(_viewed, args)), {name: _viewed(held) for name, held in kwargs.items()}
+        args, kwargs = (
+            tuple(map(_trained_view, args)),
+            {name: _trained_view(held) for name, held in kwargs.items()},
+        )
         self._record(Moment(path, self.calls[path], True), (args, kwargs))
         self.running.append(path)
         return args, kwargs
@@ -106,6 +109,6 @@ class Tape:
             self.gradients[key] = self.visible(path, gradient.detach()).clone()
 
 
-def _viewed(held: Any) -> Any:
+def _trained_view(held: Any) -> Any:
     is_trained = isinstance(held, Tensor) and held.requires_grad and held.is_floating_point()
     return held.view_as(held) if is_trained else held

@@ -54,13 +54,17 @@ def variations(model: nn.Module, samples: list[Inputs]) -> Iterator[Variation]:
     else:
         yield from apart
     ids = first.kwargs.get("input_ids", first.args[0] if first.args else None)
-    if isinstance(ids, Tensor) and ids.dim() == 2 and {"input_ids", "attention_mask"} <= _parameters(model):
+    if (
+        isinstance(ids, Tensor)
+        and ids.dim() == 2
+        and {"input_ids", "attention_mask"} <= _forward_parameters(model)
+    ):
         fresh = _varied(first, generator)
         padded = {**fresh.kwargs, "attention_mask": _left_padded(ids)}
         yield Variation("left-padded", Inputs(fresh.args, padded))
 
 
-def _parameters(model: nn.Module) -> set[str]:
+def _forward_parameters(model: nn.Module) -> set[str]:
     return set(inspect.signature(model.forward).parameters)
 
 
@@ -74,7 +78,7 @@ def _left_padded(ids: Tensor) -> Tensor:
     return (torch.arange(length, dtype=torch.int64, device=ids.device) >= missing[:, None]).long()
 
 
-def _sizes(inputs: Inputs) -> tuple[int | None, int | None]:
+def _batch_and_length(inputs: Inputs) -> tuple[int | None, int | None]:
     """Return batch size and length: the first two sizes of the first tensor, or the length of ids."""
     tensors = [t for t in tree_leaves((inputs.args, inputs.kwargs)) if isinstance(t, Tensor) and t.dim() > 0]
     if not tensors:
@@ -85,7 +89,7 @@ def _sizes(inputs: Inputs) -> tuple[int | None, int | None]:
 
 
 def _other_sizes(inputs: Inputs) -> list[_Size]:
-    batch, length = _sizes(inputs)
+    batch, length = _batch_and_length(inputs)
     same, found = batch == length, []
     if batch is not None:
         found.append(_Size(batch, batch + 1, slice(0, 1) if same else slice(None)))

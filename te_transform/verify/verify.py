@@ -71,7 +71,7 @@ def verify(
             recipe of the converted model cannot be emulated.
         te_transform.InputError: there are no inputs, and none can be generated.
     """
-    _check(model, converted, has_layout=names is not None or weights is not None)
+    _check_models(model, converted, has_layout=names is not None or weights is not None)
     if runners(converted) and names is None and weights is None:
         pair = Conversion(model, converted, Recipes(converted))
     else:
@@ -113,7 +113,7 @@ def assert_same(
         raise AssertionError(str(found))
 
 
-def _check(model: nn.Module, converted: nn.Module, has_layout: bool) -> None:
+def _check_models(model: nn.Module, converted: nn.Module, has_layout: bool) -> None:
     for which, each in (("first", model), ("second", converted)):
         if not isinstance(each, nn.Module):
             raise ValueError(

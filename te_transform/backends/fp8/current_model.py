@@ -31,7 +31,7 @@ class _Model:
 
 _NO_MODEL = _Model()
 _running: ContextVar[_Model] = ContextVar("_running", default=_NO_MODEL)
-_numbers = count()
+_model_numbers = count()
 
 
 @contextlib.contextmanager
@@ -52,7 +52,7 @@ def running(
         token: what `name_parameters` writes into the states.
     """
     _count_steps()
-    model = _Model(weights_stay, token, name_parameters, forget_changed, next(_numbers))
+    model = _Model(weights_stay, token, name_parameters, forget_changed, next(_model_numbers))
     before = _running.set(model)
     try:
         yield

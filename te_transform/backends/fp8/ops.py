@@ -72,20 +72,20 @@ def activate_backward(
     Returns:
         The results of quantize(), and the sum in the dtype of `grad` or an empty tensor [0].
     """
-    found = _gradient(grad.float(), x.float(), activation)
+    found = _activation_gradient(grad.float(), x.float(), activation)
     total = found.sum(0).to(grad.dtype) if with_sum else grad.new_empty(0)
     return (*quantize(found, *where), total)
 
 
-def _gradient(grad: Tensor, x: Tensor, activation: str) -> Tensor:
+def _activation_gradient(grad: Tensor, x: Tensor, activation: str) -> Tensor:
     """Compute the gradient without autograd, which is off inside a library operation."""
     if not plain.is_gated(activation):
-        return grad * _SLOPES[activation](x)
+        return grad * _DERIVATIVES[activation](x)
     gate, other = x.chunk(2, -1)
     if (clamp := plain.clamp_of(activation)) is not None:
         return _clamped_gradient(grad, gate, other, clamp)
     activated = plain.activated(activation, torch.cat([gate, torch.ones_like(gate)], -1))
-    return torch.cat([grad * _SLOPES[_GATED[activation]](gate) * other, grad * activated], -1)
+    return torch.cat([grad * _DERIVATIVES[_GATE_OF[activation]](gate) * other, grad * activated], -1)
 
 
 def _clamped_gradient(grad: Tensor, gate: Tensor, other: Tensor, clamp: plain.Clamp) -> Tensor:
@@ -105,11 +105,11 @@ def _sigmoids_slope(x: Tensor) -> Tensor:
     return x.sigmoid() * (1 - x.sigmoid())
 
 
-_GATED = {
+_GATE_OF = {
     "geglu": "gelu", "glu": "sigmoid", "qgeglu": "qgelu", "reglu": "relu", "sreglu": "srelu",
     "swiglu": "silu",
 }  # fmt: skip
-_SLOPES: dict[str, Callable[[Tensor], Tensor]] = {
+_DERIVATIVES: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": lambda x: torch.ops.aten.gelu_backward(torch.ones_like(x), x, approximate="tanh"),
     "qgelu": lambda x: (1.702 * x).sigmoid() + 1.702 * x * _sigmoids_slope(1.702 * x),
     "silu": lambda x: x.sigmoid() + x * _sigmoids_slope(x),
@@ -128,14 +128,14 @@ def by_kernel(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-_REST = "Tensor scales, Tensor(a!){} history, int index, ScalarType dtype, bool with_transpose) -> "
+_CAST_SCHEMA = "Tensor scales, Tensor(a!){} history, int index, ScalarType dtype, bool with_transpose) -> "
 _IN_FP8 = "Tensor, Tensor, Tensor"
 _LIBRARY = torch.library.Library("te_transform", "FRAGMENT")
-_LIBRARY.define(f"quantize(Tensor x, {_REST.format('?')} ({_IN_FP8})")
-_LIBRARY.define(f"activate(Tensor x, str activation, {_REST.format('')} ({_IN_FP8})")
+_LIBRARY.define(f"quantize(Tensor x, {_CAST_SCHEMA.format('?')} ({_IN_FP8})")
+_LIBRARY.define(f"activate(Tensor x, str activation, {_CAST_SCHEMA.format('')} ({_IN_FP8})")
 _LIBRARY.define(
     "activate_backward(Tensor grad, Tensor x, str activation, bool with_sum, "
-    f"{_REST.format('')} ({_IN_FP8}, Tensor)"
+    f"{_CAST_SCHEMA.format('')} ({_IN_FP8}, Tensor)"
 )
 for _function in (quantize, activate, activate_backward):
     _LIBRARY.impl(_function.__name__, _function, "CPU")
@@ -144,7 +144,7 @@ registered_ops = torch.ops.te_transform
 
 
 @torch.library.register_fake("te_transform::quantize")
-def _quantized(
+def _fake_quantized(
     x: Tensor, scales: Tensor, history: Tensor | None, index: int, dtype: torch.dtype, with_transpose: bool
 ) -> InFP8:
     transposed = x.new_empty(x.shape[::-1] if with_transpose else (0,), dtype=dtype)
@@ -153,11 +153,11 @@ def _quantized(
 
 @torch.library.register_fake("te_transform::activate")
 def _activated(x: Tensor, activation: str, *where: Any) -> InFP8:
-    return _quantized(x.chunk(2, -1)[0] if plain.is_gated(activation) else x, *where)
+    return _fake_quantized(x.chunk(2, -1)[0] if plain.is_gated(activation) else x, *where)
 
 
 @torch.library.register_fake("te_transform::activate_backward")
 def _activated_backward(
     grad: Tensor, x: Tensor, activation: str, with_sum: bool, *where: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return (*_quantized(x, *where), grad.new_empty(x.shape[1] if with_sum else 0))
+    return (*_fake_quantized(x, *where), grad.new_empty(x.shape[1] if with_sum else 0))

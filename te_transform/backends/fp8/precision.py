@@ -89,7 +89,7 @@ class Precision:
 
     def _name_parameters(self, model: nn.Module) -> None:
         self.shared = None
-        for name, parameter in _named(model):
+        for name, parameter in _named_parameters(model):
             state = state_of(parameter)
             self.states.add(state)
             if state.model is not self.token:
@@ -183,10 +183,10 @@ def _changed(kernels: list[Any]) -> Iterator[bool]:
 
 def matrices(model: nn.Module) -> list[str]:
     """Return the names of parameters that may be the first of a product."""
-    return [name for name, parameter in _named(model) if parameter.dim() >= 2]
+    return [name for name, parameter in _named_parameters(model) if parameter.dim() >= 2]
 
 
-def _named(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+def _named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Return the parameters by their names without the prefixes of checkpoint wrappers."""
     for name, parameter in model.named_parameters(remove_duplicate=False):
         yield name.replace("_checkpoint_wrapped_module.", ""), parameter

@@ -67,7 +67,7 @@ class Scaling:
         def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
             number = next(numbers)
             x, bias = as_autocast(x, bias)
-            return _as_matrix(lambda rows: _Product.apply(self, state, number, rows, weight, bias), x)
+            return _as_matrix(lambda rows: _FP8Product.apply(self, state, number, rows, weight, bias), x)
 
         return product
 
@@ -133,7 +133,7 @@ def _as_matrix(compute: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     return with_full_rows(compute, x.reshape(-1, x.shape[-1]), FP8_ROW_MULTIPLE).reshape(*x.shape[:-1], -1)
 
 
-class _Product(torch.autograd.Function):
+class _FP8Product(torch.autograd.Function):
     """A product y = x W^T + b of x [rows, in] and W [out, in]; dx = g W, dW = g^T x; all operands in FP8.
 
     The tensor cores of Hopper sum over the last dimension of both operands. So operands that are summed over
@@ -176,7 +176,7 @@ class _Product(torch.autograd.Function):
 
 
 class _Mlp(torch.autograd.Function):
-    """Two products y = a(x W1^T + b1) W2^T + b2; see _Product."""
+    """Two products y = a(x W1^T + b1) W2^T + b2; see _FP8Product."""
 
     @staticmethod
     def forward(

@@ -26,8 +26,8 @@ without a scale. "amax_history" [length, 5] has the amax of earlier steps; row 0
 Maximum = Callable[[Tensor], Any]  # reduces a tensor to its elementwise maximum over all ranks, in place
 
 _DIRECTIONS = {"forward": slice(0, 3), "backward": slice(3, 5)}
-_SEEN = ("input", "weight", "grad")
-_WIDTH = 5 + len(_SEEN)
+_AMAX_NAMES = ("input", "weight", "grad")
+_TABLE_COLUMNS = 5 + len(_AMAX_NAMES)
 
 
 class ScaledKernel(Protocol):
@@ -60,14 +60,14 @@ class RankTable:
 
     def __init__(self, kernels: Sequence[ScaledKernel], rows: Mapping[str, int], device: Any):
         self.kernels, self.states = list(kernels), [kernel.delayed() for kernel in kernels]
-        self.size, self.scales, self.amaxes = len(rows) * _WIDTH, [], []
+        self.size, self.scales, self.amaxes = len(rows) * _TABLE_COLUMNS, [], []
         scale_cells, amax_cells = [], []
         for kernel in kernels:
             numbers = [rows.get(name) for name in names_of(kernel)]
             if None in numbers:
                 continue
-            starts = [number * _WIDTH for number in numbers]
-            for columns, state in _given(kernel):
+            starts = [number * _TABLE_COLUMNS for number in numbers]
+            for columns, state in _changed_scales(kernel):
                 self.scales.append(state.scale)
                 scale_cells += [start + column for start in starts for column in range(5)[columns]]
             for number, column, amax in _waiting(kernel):
@@ -105,13 +105,13 @@ def _waiting(kernel: ScaledKernel) -> Iterator[tuple[int, int, Tensor]]:
     if len(kernel.seen.used) == len(_DIRECTIONS):
         return
     for number, product in enumerate(kernel.seen.products):
-        for column, name in enumerate(_SEEN, start=5):
+        for column, name in enumerate(_AMAX_NAMES, start=5):
             direction, amax = "backward" if name == "grad" else "forward", getattr(product, name)
             if amax is not None and direction not in kernel.seen.used:
                 yield number, column, amax
 
 
-def _given(kernel: ScaledKernel) -> Iterator[tuple[slice, Any]]:
+def _changed_scales(kernel: ScaledKernel) -> Iterator[tuple[slice, Any]]:
     """Yield the states whose scales are no longer TE's initial ones, with their columns."""
     states = kernel.delayed()
     for direction, columns in _DIRECTIONS.items():
@@ -142,11 +142,11 @@ def save(kernels: Iterable[ScaledKernel], saved: Mapping[str, ScaleRow]) -> None
     Products that share a weight share a row, with the larger amax.
     """
     for kernel in kernels:
-        given = list(_given(kernel))
+        given = list(_changed_scales(kernel))
         for number, (name, product) in enumerate(zip(names_of(kernel), kernel.seen.products, strict=True)):
             if (row := saved.get(name)) is None:
                 continue
-            for column, tensor in enumerate(_SEEN):
+            for column, tensor in enumerate(_AMAX_NAMES):
                 if (amax := getattr(product, tensor)) is not None:
                     row["seen"][column] = torch.maximum(row["seen"][column], amax.cpu())
             for columns, state in given:
@@ -186,7 +186,7 @@ def loaded_for(kernel: ScaledKernel) -> list[ScaleRow] | None:
 def restore(kernel: ScaledKernel, rows: list[ScaleRow], states: Mapping[str, Any]) -> None:
     """Write rows into the states of a kernel and into its recorded amax."""
     for product, row in zip(kernel.seen.products, rows, strict=True):
-        for column, name in enumerate(_SEEN):
+        for column, name in enumerate(_AMAX_NAMES):
             if row["seen"][column].isfinite():
                 setattr(product, name, row["seen"][column].clone().to(states["forward"].scale.device))
     for direction, columns in _DIRECTIONS.items():

@@ -87,7 +87,7 @@ class DotProductAttention(FusedOp):
             return self.beside_sinks(query, key, value, sinks, given, *rest[1:])
         if _fill_matters(query, key, scale, fill, filled, is_known):
             how = {"wide_scores": self.wide_scores, "fill": fill, "filled": filled}
-            return _written_out(query, key, value, *rest, **how)
+            return _attention_in_ops(query, key, value, *rest, **how)
         # PyTorch's attention has these limits:
         # - Without queries or keys, the mask gets no gradient, and the result is NaN in all batches.
         # - If a mask of finite numbers masks a whole row, the gradients of fused kernels are wrong (torch
@@ -95,7 +95,7 @@ class DotProductAttention(FusedOp):
         # - GPU kernels refuse a mask of another dtype, and under autocast the mask is rounded to 16 bits.
         nothing = query.numel() * key.numel() == 0
         if self.written_out and (transformed() or nothing or _is_unsupported(query, given)):
-            return _written_out(query, key, value, *rest, wide_scores=self.wide_scores)
+            return _attention_in_ops(query, key, value, *rest, wide_scores=self.wide_scores)
         if transformed():  # here, rows that see no key are zero, and have no gradient
             return ops.sdpa(query, key, value, *rest)
         # a compiler chooses the tensors that a backward keeps, and records no second backward
@@ -118,7 +118,7 @@ class DotProductAttention(FusedOp):
     ) -> Tensor:
         """Compute attention with sinks (an additional score per query), which PyTorch's kernels lack."""
         how = {"wide_scores": self.wide_scores, "sinks": sinks}
-        return _written_out(query, key, value, tensor_of(mask), *rest, **how)
+        return _attention_in_ops(query, key, value, tensor_of(mask), *rest, **how)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Given, *rest: Any) -> Tensor:
         """Compute attention by the fastest kernel."""
@@ -303,7 +303,7 @@ class _NaNRows(torch.autograd.Function):
         return torch.where(seen, grad, 0.0), of_value, None
 
 
-def _written_out(
+def _attention_in_ops(
     query: Tensor,
     key: Tensor,
     value: Tensor,

@@ -17,7 +17,7 @@ from te_transform.graph.bound import F
 
 EXACT_GELU = "gelu_erf"  # not a name of TE, which has no kernel for the exact GELU
 # TE's names: gelu is the tanh approximation, and the -glu activations activate the first half of fc1's output
-_PLAIN = {
+_ACTIVATION_FUNCTIONS = {
     "gelu": ops.gelu_tanh,
     "qgelu": ops.quick_gelu,
     "silu": ops.silu,
@@ -25,7 +25,7 @@ _PLAIN = {
     "srelu": ops.squared_relu,
     EXACT_GELU: ops.gelu,
 }
-_GATED = {
+_GATE_FUNCTIONS = {
     "geglu": ops.gelu_tanh,
     "qgeglu": ops.quick_gelu,
     "swiglu": ops.silu,
@@ -33,8 +33,8 @@ _GATED = {
     "sreglu": ops.squared_relu,
     "glu": ops.sigmoid,
 }
-ACTIVATIONS = {op.__name__: name for name, op in _PLAIN.items()}
-GATED_ACTIVATIONS = {op.__name__: name for name, op in _GATED.items()}
+ACTIVATIONS = {op.__name__: name for name, op in _ACTIVATION_FUNCTIONS.items()}
+GATED_ACTIVATIONS = {op.__name__: name for name, op in _GATE_FUNCTIONS.items()}
 GATES = ("no", "first half", "second half")
 
 
@@ -67,7 +67,7 @@ def clamp_of(activation: str) -> Clamp | None:
 
 def is_gated(activation: str) -> bool:
     """Return True if an activation, by TE's name, multiplies the two halves of its input."""
-    return activation in _GATED or clamp_of(activation) is not None
+    return activation in _GATE_FUNCTIONS or clamp_of(activation) is not None
 
 
 def activated(activation: str, hidden: Tensor, gate: int = 0) -> Tensor:
@@ -78,12 +78,12 @@ def activated(activation: str, hidden: Tensor, gate: int = 0) -> Tensor:
         hidden: [..., columns], or [..., 2 columns] if the activation is gated.
         gate: the half of a gated `hidden` to activate, 0 or 1. The result is multiplied by the other half.
     """
-    if activation in _PLAIN:
-        return _PLAIN[activation](hidden)
+    if activation in _ACTIVATION_FUNCTIONS:
+        return _ACTIVATION_FUNCTIONS[activation](hidden)
     halves = hidden.chunk(2, dim=-1)
     first, other = halves[gate], halves[1 - gate]
     if (clamp := clamp_of(activation)) is None:
-        return _GATED[activation](first) * other
+        return _GATE_FUNCTIONS[activation](first) * other
     first, other = first.clamp(max=clamp.limit), other.clamp(-clamp.limit, clamp.limit)
     activate = ops.silu if clamp.alpha == SLOPES["silu"] else ops.quick_gelu
     return activate(first) * (other + clamp.glu_linear_offset if clamp.glu_linear_offset else other)

@@ -37,15 +37,15 @@ class Mlp(te.LayerNormMLP):
 
 def _exact_gelu(x: Tensor, quantizer: Any) -> Any:
     """Compute GELU(x) with the interface of TE's functions."""
-    return _quantized(F.gelu(x), quantizer)
+    return _maybe_quantized(F.gelu(x), quantizer)
 
 
 def _exact_gelu_backward(grad: Tensor, x: Tensor, quantizer: Any) -> Any:
     """Compute the gradient of x with the interface of TE's functions."""
-    return _quantized(torch.ops.aten.gelu_backward(grad, x), quantizer)
+    return _maybe_quantized(torch.ops.aten.gelu_backward(grad, x), quantizer)
 
 
-def _quantized(x: Tensor, quantizer: Any) -> Any:
+def _maybe_quantized(x: Tensor, quantizer: Any) -> Any:
     return x if quantizer is None else quantizer(x)
 
 

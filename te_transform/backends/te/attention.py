@@ -45,7 +45,7 @@ class DotProductAttention(cudnn.DotProductAttention):
         parts = as_autocast(query, key, value)
         if without_band(*parts, band, dropout_p, enable_gqa):
             return super().attend(query, key, value, mask, *rest)
-        return _attended(parts, None, mask, band, scale)
+        return _in_cudnn(parts, None, mask, band, scale)
 
     def beside_sinks(self, *arguments: Any) -> Tensor:
         """Compute attention with sinks, within a band of keys by cuDNN's kernels."""
@@ -76,10 +76,10 @@ def _beside_sinks(
 ) -> Tensor:
     _, is_causal, scale, _ = rest
     band = _band_of(mask, is_causal, query, key)
-    return _attended(as_autocast(query, key, value), sinks, mask, band, scale)
+    return _in_cudnn(as_autocast(query, key, value), sinks, mask, band, scale)
 
 
-def _attended(
+def _in_cudnn(
     parts: tuple[Tensor, ...], sinks: Tensor | None, mask: Banded | None, band: Band, scale: float | None
 ) -> Tensor:
     query = parts[0]

@@ -52,7 +52,7 @@ class _CrossEntropy(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, targets: Tensor, ignore_index: int) -> Tensor:
         ctx.save_for_backward(logits, targets)
         ctx.ignore_index = ignore_index
-        return _losses(logits, targets, ignore_index)
+        return _te_losses(logits, targets, ignore_index)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
@@ -64,12 +64,12 @@ class _CrossEntropy(torch.autograd.Function):
             if recorded:  # TE's kernels have no second derivative
                 losses = ops.cross_entropy(own, targets, ctx.ignore_index, "none", torch.float32)
             else:
-                losses = _losses(own, targets, ctx.ignore_index)
+                losses = _te_losses(own, targets, ctx.ignore_index)
         (found,) = torch.autograd.grad(losses, own, grad, create_graph=recorded)
         return found, None, None
 
 
-def _losses(logits: Tensor, targets: Tensor, ignore_index: int) -> Tensor:
+def _te_losses(logits: Tensor, targets: Tensor, ignore_index: int) -> Tensor:
     """Return the loss of each target in fp32, or 0 if the target is ignored."""
     rows = logits.reshape(1, -1, logits.shape[-1])
     losses = te.parallel_cross_entropy(rows, targets.reshape(1, -1), ignore_idx=ignore_index)

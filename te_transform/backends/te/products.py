@@ -39,7 +39,7 @@ from te_transform.backends.te.recipes import (
 from te_transform.backends.tracing import in_backward, recorded, saving_hooks, traced, transformed
 
 
-class _Product(FusedOp):
+class _TEProduct(FusedOp):
     """An op with matrix products. Calls that TE refuses run in plain PyTorch."""
 
     def forward(self, x: Tensor, *tensors: Tensor | None, state: ProductState | None = None) -> Out:
@@ -61,7 +61,7 @@ class _Product(FusedOp):
         why = self._why_plain(x, weights, in_fp8, gradients is not None)
         inside = in_fp8 and why is None
         kernel.calibrating = inside and not self._has_scales(
-            kernel, FP8GlobalStateManager.get_fp8_recipe(), weights, _is_trained(x, *tensors)
+            kernel, FP8GlobalStateManager.get_fp8_recipe(), weights, _needs_gradient(x, *tensors)
         )
         kernel.in_fp8 = inside and not kernel.calibrating
         if _may_be_repeated() and (enabled or kernel.calls.noted):
@@ -115,7 +115,7 @@ class _Product(FusedOp):
     ) -> Out:
         """Repeat a call of a forward, for a checkpoint."""
         recipe = kernel.module.fp8_meta["recipe"] if call.in_fp8 else None
-        weights, trained = self._weights(tensors), _is_trained(x, *tensors)
+        weights, trained = self._weights(tensors), _needs_gradient(x, *tensors)
         if recipe is None or not self._has_scales(kernel, recipe, weights, trained):
             return self._plainly(kernel.seen.product(), x, tensors)
         with kernel.te.as_before(call, recipe):
@@ -250,7 +250,7 @@ def _may_be_repeated() -> bool:
     return (saving_hooks() or not (torch.is_grad_enabled() or is_evaluating())) and not in_backward()
 
 
-def _is_trained(*tensors: Tensor | None) -> bool:
+def _needs_gradient(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
@@ -261,7 +261,7 @@ _ONCE = (
 )
 
 
-class Linear(_Product, plain.Linear):
+class Linear(_TEProduct, plain.Linear):
     """The op y = x W^T + b; weight [out, in]."""
 
     form = ("Linear",)
@@ -278,7 +278,7 @@ class PaddedLinear(Linear, plain.PaddedLinear):
     """A linear whose weight gets rows of zeros in plain PyTorch."""
 
 
-class LayerNormLinear(_Product, plain.LayerNormLinear):
+class LayerNormLinear(_TEProduct, plain.LayerNormLinear):
     """A linear of the output of a LayerNorm or RMSNorm."""
 
     @property

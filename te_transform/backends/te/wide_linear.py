@@ -28,14 +28,14 @@ class WideLinear(plain.WideLinear):
 
     def _on_tensor_cores(self, x: Tensor, weight: Tensor) -> Tensor:
         if self.eps is None:
-            return _Product.apply(x, weight)
+            return _WideProduct.apply(x, weight)
         return _NormalizedProduct.apply(x, weight, self.eps)
 
     def _in_fp32(self, x: Tensor, weight: Tensor) -> Tensor:
         return super().forward(x, weight, None)
 
 
-class _Product(torch.autograd.Function):
+class _WideProduct(torch.autograd.Function):
     """The product x W^T in fp32, x [..., in] and W [out, in] in bfloat16.
 
     A gradient in fp32 is split into its rounding to bfloat16 and the rest in bfloat16, 16 bits together.
@@ -45,7 +45,7 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)
-        return _wide(x.reshape(-1, x.shape[-1]), weight.t()).view(*x.shape[:-1], -1)
+        return _float32_product(x.reshape(-1, x.shape[-1]), weight.t()).view(*x.shape[:-1], -1)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
@@ -70,7 +70,7 @@ class _NormalizedProduct(torch.autograd.Function):
         rows = x.reshape(-1, x.shape[-1])
         length = torch.linalg.vector_norm(rows, dim=-1, keepdim=True, dtype=torch.float32)
         inverse = torch.rsqrt(length.square() / x.shape[-1] + eps)
-        normalized = _wide(rows, weight.t()).mul_(inverse)
+        normalized = _float32_product(rows, weight.t()).mul_(inverse)
         ctx.save_for_backward(x, weight, normalized, inverse)
         return normalized.view(*x.shape[:-1], -1)
 
@@ -82,7 +82,7 @@ class _NormalizedProduct(torch.autograd.Function):
         of_x = of_weight = None
         if ctx.needs_input_grad[0]:
             of_rows = (grad * normalized).sum(-1, keepdim=True) * inverse.square() / -x.shape[-1]
-            wide = _wide(parts, torch.cat((weight, weight)))
+            wide = _float32_product(parts, torch.cat((weight, weight)))
             of_x = wide.addcmul_(of_rows, x.reshape(wide.shape)).to(x.dtype).view(x.shape)
         if ctx.needs_input_grad[1]:
             of_weight = _gradient_of_weight(parts, x, weight)
@@ -96,11 +96,11 @@ def _in_two_parts(grad: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _gradient_of_weight(parts: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-    both = _wide(parts.t(), x.reshape(-1, x.shape[-1]))
+    both = _float32_product(parts.t(), x.reshape(-1, x.shape[-1]))
     return both.view(2, *weight.shape).sum(0).to(weight.dtype)
 
 
-def _wide(a: Tensor, b: Tensor) -> Tensor:
+def _float32_product(a: Tensor, b: Tensor) -> Tensor:
     """Return the product of two matrices in bfloat16, in fp32."""
     if not a.is_cuda:  # PyTorch has the kernel on GPUs alone
         return a.float() @ b.float()

@@ -10,7 +10,7 @@ from te_transform.execution.lower import lower
 from te_transform.execution.pieces import by_layers
 from te_transform.execution.small_batch import SmallBatch
 
-_OBSERVED = "the conversion's own calls run as captured"
+_CONVERTING = "the conversion's own calls run as captured"
 
 
 class Fused:
@@ -31,7 +31,7 @@ class Fused:
     def refuse(self, call: CallContext) -> str | None:
         """Return why the call runs as captured: it is observed, or has too few tokens."""
         if call.observe_only:
-            return _OBSERVED
+            return _CONVERTING
         # calls that a compiler or a recording refused, and observed calls, run with all sites fused
         if call.is_observed or call.is_transformed or self.is_compiled:
             return None

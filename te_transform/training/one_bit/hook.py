@@ -10,13 +10,13 @@ def reduce(optimizer: Any, bucket: dist.GradBucket) -> torch.futures.Future[torc
     """Average a bucket over ranks if the next step of a OneBitOptimizer needs that."""
     if optimizer.needs_averaged_gradients and not optimizer.scales_differ:  # step() averages what it unscaled
         optimizer.hook_ran = True
-        return _mean(bucket.buffer(), optimizer.process_group)
+        return _average_as_ddp(bucket.buffer(), optimizer.process_group)
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     future.set_result(bucket.buffer())
     return future
 
 
-def _mean(buffer: torch.Tensor, group: dist.ProcessGroup) -> torch.futures.Future[torch.Tensor]:
+def _average_as_ddp(buffer: torch.Tensor, group: dist.ProcessGroup) -> torch.futures.Future[torch.Tensor]:
     """Average a buffer with the rounding of DDP, which multiplies by 1 / ranks first."""
     work = dist.all_reduce(buffer.mul_(1 / group.size()), group=group, async_op=True)
     return work.get_future().then(lambda future: future.value()[0])

@@ -40,7 +40,7 @@ class OneBitLamb(OneBitAdam):
                 if present := [p for p in own if p in gradients]:
                     states = [self.state[p] for p in present]
                     updates = _lamb_updates(states, [gradients[p] for p in present], group)
-                    _apply(states, [weights[p] for p in present], updates, group)
+                    _apply_updates(states, [weights[p] for p in present], updates, group)
 
     def _start(self) -> None:
         super()._start()
@@ -128,7 +128,7 @@ def _lamb_updates(
     return updates
 
 
-def _apply(
+def _apply_updates(
     states: list[dict[str, Any]], weights: list[Tensor], updates: list[Tensor], group: dict[str, Any]
 ) -> None:
     """Move the weights, and average the ratios of norms."""

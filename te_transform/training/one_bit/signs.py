@@ -22,7 +22,7 @@ def pack_(values: Tensor, scale: Tensor, bits: Tensor) -> None:
 
         return signs_kernel.pack_(values, scale, bits)
     is_positive = values >= 0
-    weights = 1 << _places(values)
+    weights = 1 << _bit_positions(values)
     bits.copy_((is_positive.unflatten(-1, (-1, 8)) * weights).sum(-1, dtype=torch.uint8))
     values.sub_(torch.where(is_positive, scale, -scale))
 
@@ -62,8 +62,8 @@ def add_sum_(values: Tensor, bits: Tensor, scales: Tensor) -> None:
 
 
 def _is_positive(row: Tensor) -> Tensor:
-    return ((row[:, None] >> _places(row)) & 1).flatten().bool()
+    return ((row[:, None] >> _bit_positions(row)) & 1).flatten().bool()
 
 
-def _places(like: Tensor) -> Tensor:
+def _bit_positions(like: Tensor) -> Tensor:
     return torch.arange(8, dtype=torch.uint8, device=like.device)

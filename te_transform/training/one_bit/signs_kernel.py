@@ -55,15 +55,15 @@ def pack_(values: Tensor, scale: Tensor, bits: Tensor) -> None:
 
 def unpack(bits: Tensor, scales: Tensor, values: Tensor) -> None:
     """Unpack each row; see signs.unpack()."""
-    _run(bits, scales, values, rows=len(bits), summed=1, adds=False)
+    _launch_unpack(bits, scales, values, rows=len(bits), summed=1, adds=False)
 
 
 def add_sum_(values: Tensor, bits: Tensor, scales: Tensor) -> None:
     """Unpack and sum up all rows; see signs.add_sum_()."""
-    _run(bits, scales, values, rows=1, summed=len(bits), adds=True)
+    _launch_unpack(bits, scales, values, rows=1, summed=len(bits), adds=True)
 
 
-def _run(bits: Tensor, scales: Tensor, values: Tensor, rows: int, summed: int, adds: bool) -> None:
+def _launch_unpack(bits: Tensor, scales: Tensor, values: Tensor, rows: int, summed: int, adds: bool) -> None:
     if row_bytes := bits.shape[1]:
         with torch.cuda.device(values.device):
             grid = (triton.cdiv(row_bytes, BYTES), rows)
