@@ -12,8 +12,8 @@ from torch import Tensor, fx, nn
 from te_transform.canonicalize.op import Forms, Spelling
 from te_transform.graph import ops
 from te_transform.graph.bound import F
-from te_transform.graph.nodes import dtype_of, is_parameter, is_tensor_node
-from te_transform.graph.pattern import Call, Match, OneOf, Pattern, Var
+from te_transform.graph.nodes import dtype_of, is_parameter
+from te_transform.graph.pattern import Call, Match, OneOf, Pattern, Var, X
 from te_transform.plan.rule import Operation, Rule
 
 
@@ -31,7 +31,7 @@ def _wide_linear(graph: fx.Graph, match: Match) -> tuple[Callable, tuple] | None
     return ops.wide_linear, (x, weight, bias) if eps is None else (x, weight, bias, eps)
 
 
-_CAST_INPUT = Call(ops.cast, Var("x", is_tensor_node), role="cast")
+_CAST_INPUT = Call(ops.cast, X, role="cast")
 _CAST_WEIGHT = Call(ops.cast, Var("weight", is_parameter))
 _EPS = Var("eps", lambda value: type(value) is float)
 _NORMALIZED = Call(ops.rms_norm, _CAST_INPUT, None, _EPS)

@@ -11,12 +11,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from te_transform.backends.ranks import gathered
 from te_transform.execution.runner import runner_of
-from te_transform.execution.timing import installed_version
+from te_transform.execution.timing import PACKAGES, installed_version
 from te_transform.graph.keywords import suggests
 from te_transform.plan.options import Options
 from te_transform.reporting import report
-
-_PACKAGES = ("te_transform", "torch", "transformer_engine", "transformers")
 
 
 class RanksError(RuntimeError):
@@ -78,7 +76,7 @@ def _fingerprint(converted: nn.Module, mesh: DeviceMesh | None) -> dict[str, str
         "the recipe": "none" if precision is None else f"{precision.recipe} ({_digest([precision.sites])})",
         "the options": " ".join(f"{name}={told}" for name, told in _execution_options(options).items()),
         "the mesh": "none" if mesh is None else f"{mesh.mesh.tolist()} {mesh.mesh_dim_names}",
-        **{f"the version of {name}": installed_version(name) or "none" for name in _PACKAGES},
+        **{f"the version of {name}": installed_version(name) or "none" for name in PACKAGES},
     }
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from te_transform.backends import plain
-from te_transform.backends.fp8.ops import registered_ops
+from te_transform.backends.library import registered_ops
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from te_transform.backends.bands import Band, within_band, within_documents
-from te_transform.backends.fp8.ops import by_kernel
+from te_transform.backends.library import define_operator, registered_ops
 
 OPEN = -1  # a side on which the band is unlimited
 
@@ -105,19 +105,16 @@ def _as_given(grad: Tensor, groups: int, like: Tensor) -> Tensor:
     return grad.unflatten(1, (groups, -1)).sum(2).transpose(1, 2).to(like.dtype).contiguous()
 
 
-_LIBRARY = torch.library.Library("te_transform", "FRAGMENT")
-_SCHEMA_REST = "Tensor? ends, int longest, int before, int after, float scale, bool packed"
-_LIBRARY.define(
-    f"attend(Tensor query, Tensor key, Tensor value, {_SCHEMA_REST}, bool keeps) -> (Tensor, Tensor, Tensor)"
+_BANDED = "Tensor? ends, int longest, int before, int after, float scale, bool packed"
+define_operator(
+    attend,
+    f"(Tensor query, Tensor key, Tensor value, {_BANDED}, bool keeps) -> (Tensor, Tensor, Tensor)",
 )
-_LIBRARY.define(
-    "attend_backward(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor out, Tensor sums, "
-    f"Tensor state, {_SCHEMA_REST}) -> (Tensor, Tensor, Tensor)"
+define_operator(
+    attend_backward,
+    "(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor out, Tensor sums, "
+    f"Tensor state, {_BANDED}) -> (Tensor, Tensor, Tensor)",
 )
-for _function in (attend, attend_backward):
-    _LIBRARY.impl(_function.__name__, _function, "CPU")
-    _LIBRARY.impl(_function.__name__, by_kernel(_function), "CUDA")
-registered_ops = torch.ops.te_transform
 
 
 @torch.library.register_fake("te_transform::attend")

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from te_transform.backends.library import LIBRARY, registered_ops
 from te_transform.backends.limits import DTYPES
 from te_transform.graph.bound import F
 
@@ -39,11 +40,10 @@ def _by_kernel(x: Tensor, held: Tensor, inverse: Tensor, bias: Tensor | None) ->
     return few_rows_kernel.few_rows_linear(x.contiguous(), held.view(torch.float8_e4m3fn), inverse, bias)
 
 
-_LIBRARY = torch.library.Library("te_transform", "FRAGMENT")
-_LIBRARY.define("few_rows_linear(Tensor x, Tensor held, Tensor inverse, Tensor? bias) -> Tensor")
-_LIBRARY.impl("few_rows_linear", few_rows_linear, "CPU")
-_LIBRARY.impl("few_rows_linear", _by_kernel, "CUDA")
-op = torch.ops.te_transform.few_rows_linear.default
+LIBRARY.define("few_rows_linear(Tensor x, Tensor held, Tensor inverse, Tensor? bias) -> Tensor")
+LIBRARY.impl("few_rows_linear", few_rows_linear, "CPU")
+LIBRARY.impl("few_rows_linear", _by_kernel, "CUDA")
+op = registered_ops.few_rows_linear.default
 
 
 @torch.library.register_fake("te_transform::few_rows_linear")

@@ -8,7 +8,7 @@ from torch import fx
 
 from te_transform.canonicalize.activations import ACTIVATION_SPELLINGS, put_gates_first
 from te_transform.canonicalize.angles import take_angles
-from te_transform.canonicalize.attention import ATTENTION
+from te_transform.canonicalize.attention import ATTENTION_SPELLINGS
 from te_transform.canonicalize.composites import inline_composites
 from te_transform.canonicalize.functions import spell_functions
 from te_transform.canonicalize.grouped import GROUPED_QUERIES
@@ -38,8 +38,8 @@ from te_transform.graph import edit, nodes
 __all__ = ["canonicalize", "written"]
 
 _FIRST_SPELLINGS = (
-    LINEARS, BIASES, FLATTENED, NORM_SPELLINGS, TURNED, ACTIVATION_SPELLINGS, ROTARY, WIDE_ROTARY, ATTENTION,
-    GROUPED_QUERIES, LOSSES,
+    LINEARS, BIASES, FLATTENED, NORM_SPELLINGS, TURNED, ACTIVATION_SPELLINGS, ROTARY, WIDE_ROTARY,
+    ATTENTION_SPELLINGS, GROUPED_QUERIES, LOSSES,
 )  # fmt: skip
 
 

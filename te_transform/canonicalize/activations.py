@@ -13,7 +13,7 @@ from torch import fx
 from te_transform.canonicalize.op import Spelling
 from te_transform.graph import edit, ops
 from te_transform.graph.nodes import dtype_of, is_tensor_node, shape_of
-from te_transform.graph.pattern import AnyOrder, Call, Match, Near, OneOf, Pattern, Var
+from te_transform.graph.pattern import AnyOrder, Call, Match, Near, OneOf, Pattern, X
 
 
 def _op(op: Callable) -> Callable[[fx.Graph, Match], tuple | None]:
@@ -42,42 +42,41 @@ def _one_plus(value: Pattern) -> Call:
     return Call(torch.add, value, 1, commute=True)
 
 
-_X = Var("x", is_tensor_node)
-_ERF = Call(torch.erf, OneOf(Call(torch.div, _X, Near(math.sqrt(2))), _times(_X, Near(math.sqrt(0.5)))))
-_CUBE = OneOf(_times(Near(0.044715), Call(torch.pow, _X, 3)), _times(Near(0.044715), _X, _X, _X))
-_SQUARE = OneOf(_times(Near(0.044715), Call(torch.pow, _X, 2)), _times(Near(0.044715), _X, _X))
+_ERF = Call(torch.erf, OneOf(Call(torch.div, X, Near(math.sqrt(2))), _times(X, Near(math.sqrt(0.5)))))
+_CUBE = OneOf(_times(Near(0.044715), Call(torch.pow, X, 3)), _times(Near(0.044715), X, X, X))
+_SQUARE = OneOf(_times(Near(0.044715), Call(torch.pow, X, 2)), _times(Near(0.044715), X, X))
 _TANH = Call(
     torch.tanh,
     OneOf(
-        _times(Near(math.sqrt(2 / math.pi)), Call(torch.add, _X, _CUBE, commute=True)),
-        _times(Near(math.sqrt(2 / math.pi)), _X, _one_plus(_SQUARE)),
+        _times(Near(math.sqrt(2 / math.pi)), Call(torch.add, X, _CUBE, commute=True)),
+        _times(Near(math.sqrt(2 / math.pi)), X, _one_plus(_SQUARE)),
     ),
 )
 
 
 # exp(-x) may overflow; the quotient is then 0, the value of sigmoid, and only the gradient is NaN
-_DENOMINATOR = _one_plus(Call(torch.exp, Call(torch.neg, _X)))
+_DENOMINATOR = _one_plus(Call(torch.exp, Call(torch.neg, X)))
 _SIGMOID = OneOf(Call(operator.truediv, 1, _DENOMINATOR), Call(torch.reciprocal, _DENOMINATOR))
-_SILU = OneOf(_times(_X, OneOf(Call(ops.sigmoid, _X), _SIGMOID)), Call(torch.div, _X, _DENOMINATOR))
+_SILU = OneOf(_times(X, OneOf(Call(ops.sigmoid, X), _SIGMOID)), Call(torch.div, X, _DENOMINATOR))
 
-_RELU = Call(ops.relu, _X, role="relu")  # the role makes both factors match the same node
+_RELU = Call(ops.relu, X, role="relu")  # the role makes both factors match the same node
 _SQUARED = OneOf(Call(torch.pow, _RELU, 2), Call(torch.square, _RELU), Call(torch.mul, _RELU, _RELU))
 
 
 def _half(value: Pattern) -> Pattern:
     """Return the pattern of x / 2 * value, with the factor 1/2 at any position."""
-    halved = [Call(torch.div, _times(_X, value), 2), _times(Call(torch.div, _X, 2), value)]
-    return OneOf(_times(Near(0.5), _X, value), *halved)
+    halved = [Call(torch.div, _times(X, value), 2), _times(Call(torch.div, X, 2), value)]
+    return OneOf(_times(Near(0.5), X, value), *halved)
 
 
 ACTIVATION_SPELLINGS = (
     Spelling(_half(_one_plus(_ERF)), _op(ops.gelu)),
     Spelling(_half(_one_plus(_TANH)), _op(ops.gelu_tanh)),
-    Spelling(_times(_X, Call(ops.sigmoid, _times(_X, Near(1.702)))), _op(ops.quick_gelu)),
+    Spelling(_times(X, Call(ops.sigmoid, _times(X, Near(1.702)))), _op(ops.quick_gelu)),
     Spelling(_SILU, _op(ops.silu)),
     Spelling(_SIGMOID, _op(ops.sigmoid)),
     Spelling(_SQUARED, _op(ops.squared_relu)),
-    Spelling(Call(F.glu, _X, -1), _gated),
+    Spelling(Call(F.glu, X, -1), _gated),
 )
 
 

@@ -376,4 +376,4 @@ def _fill_value(fill: Any) -> float | None:
     return float(fill) if is_number(fill) else None
 
 
-ATTENTION = (Spelling(_OF_SHARE, _fused_attention), Spelling(_PRODUCT, _fused_attention))
+ATTENTION_SPELLINGS = (Spelling(_OF_SHARE, _fused_attention), Spelling(_PRODUCT, _fused_attention))

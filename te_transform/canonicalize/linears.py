@@ -14,7 +14,7 @@ from te_transform.canonicalize.moves import reshape_sizes
 from te_transform.canonicalize.op import Spelling
 from te_transform.graph import edit, ops
 from te_transform.graph.nodes import dtype_of, is_model_tensor, is_tensor_node, same_shape, shape_of
-from te_transform.graph.pattern import Call, Linear, Match, Norm, Var
+from te_transform.graph.pattern import Call, Linear, Match, Norm, Var, X
 
 # F.multi_head_attention_forward splits one parameter into three
 _PARTS = (torch.t, torch.reshape, torch.chunk, torch.split, torch.unbind, operator.getitem, ops.columns)
@@ -114,22 +114,22 @@ def _ends_in_linears(user: fx.Node) -> bool:
 
 
 TURNS = (torch.transpose, torch.permute)
-_X, _WEIGHT, _BIAS = Var("x", is_tensor_node), Var("weight", _is_parameter(2)), Var("bias", _is_parameter(1))
-_FLAT = Call(torch.reshape, _X, Var("flat"))
+_MATRIX, _VECTOR = Var("weight", _is_parameter(2)), Var("bias", _is_parameter(1))
+_FLAT = Call(torch.reshape, X, Var("flat"))
 
 LINEARS = (
-    Spelling(Call(F.linear, _X, Var("weight", _is_matrix), Var("bias")), _plain_linear),
-    Spelling(Call(torch.addmm, _BIAS, _X, _WEIGHT), _matmul_as_linear),
-    Spelling(Call(torch.matmul, _X, _WEIGHT), _matmul_as_linear),
+    Spelling(Call(F.linear, X, Var("weight", _is_matrix), Var("bias")), _plain_linear),
+    Spelling(Call(torch.addmm, _VECTOR, X, _MATRIX), _matmul_as_linear),
+    Spelling(Call(torch.matmul, X, _MATRIX), _matmul_as_linear),
 )
 BIASES = (
     Spelling(
-        Call(torch.add, Call(ops.linear, _X, _WEIGHT, None, role="linear"), _BIAS, commute=True),
+        Call(torch.add, Call(ops.linear, X, _MATRIX, None, role="linear"), _VECTOR, commute=True),
         _add_bias,
     ),
 )
 TURNED = (
-    Spelling(Linear(Call(TURNS, Norm(_X))), _transpose_result),
-    Spelling(Call(torch.reshape, Norm(_X)), _norm_of_flat),
+    Spelling(Linear(Call(TURNS, Norm(X))), _transpose_result),
+    Spelling(Call(torch.reshape, Norm(X)), _norm_of_flat),
 )
 FLATTENED = (Spelling(Call(torch.reshape, Linear(_FLAT), Var("shape")), _unflattened),)

@@ -12,7 +12,7 @@ from torch import fx
 from te_transform.graph import ops
 from te_transform.graph.nodes import dtype_of, is_tensor_node, same_shape, shape_of, value
 
-FULL = slice(None)
+ALL = slice(None)
 
 
 def _as_cast(node: fx.Node) -> tuple | None:
@@ -97,11 +97,11 @@ def _index_of_last_but_one(index: Any, rank: int) -> Any:
     parts = [*index] if isinstance(index, tuple) else [index]
     if sum(part is Ellipsis for part in parts) == 0:
         parts.append(Ellipsis)
-    missing = [FULL] * (rank + 1 - len(parts))
+    missing = [ALL] * (rank + 1 - len(parts))
     spread = [each for part in parts for each in (missing if part is Ellipsis else [part])]
-    plain = len(spread) == rank and all(isinstance(part, slice) and part == FULL for part in spread[:-2])
+    plain = len(spread) == rank and all(isinstance(part, slice) and part == ALL for part in spread[:-2])
     last = spread[-1] if plain and rank > 1 else None
-    return spread[-2] if isinstance(last, slice) and last == FULL else None
+    return spread[-2] if isinstance(last, slice) and last == ALL else None
 
 
 # name -> function that returns the canonical call of a node with this name, or None to leave it unchanged

@@ -21,7 +21,7 @@ from te_transform.graph.nodes import (
     same_shape,
     shape_of,
 )
-from te_transform.graph.pattern import AnyOrder, Call, Match, Maybe, OneOf, Pattern, Var
+from te_transform.graph.pattern import AnyOrder, Call, Match, Maybe, OneOf, Pattern, Var, X
 
 _TINY = 1e-8  # smaller than the length of any nonzero row
 
@@ -131,7 +131,7 @@ def _norm_keeps_dtype(match: Match) -> bool:
     return not widens and keeps and not is_narrower(match.nodes, x, root)
 
 
-_X = _cast(Var("x", is_tensor_node))
+_X = _cast(X)
 _WEIGHT = _cast(Var("weight", _is_vector))
 _GAMMA = OneOf(gamma={"plain": _WEIGHT, "zero-centered": _cast(Call(torch.add, _WEIGHT, 1, commute=True))})
 _EPS = Var("eps", _is_epsilon)

@@ -12,12 +12,11 @@ from te_transform.canonicalize.op import Spelling
 from te_transform.canonicalize.parts import ColumnHalf, are_both, part_of
 from te_transform.graph import edit, ops
 from te_transform.graph.nodes import dtype_of, is_tensor_node, same_shape, shape_of
-from te_transform.graph.pattern import Call, Each, Match, Maybe, Pattern, Var
+from te_transform.graph.pattern import Call, Each, Match, Maybe, Pattern, Var, X
 
-_X = Var("x", is_tensor_node)
-_FIRST = Call(ops.columns, _X, 0, Var("half"))
-_SECOND = Call(ops.columns, _X, Var("half"), Var("width"))
-_ROTATED = Call(torch.cat, Each(Call(torch.neg, _SECOND), _FIRST), -1)
+_FIRST_HALF = Call(ops.columns, X, 0, Var("half"))
+_SECOND_HALF = Call(ops.columns, X, Var("half"), Var("width"))
+_ROTATED = Call(torch.cat, Each(Call(torch.neg, _SECOND_HALF), _FIRST_HALF), -1)
 
 
 def _is_in_halves(x: fx.Node, half: int, width: int, root: fx.Node) -> bool:
@@ -63,7 +62,7 @@ def _rope_in_float32(graph: fx.Graph, match: Match) -> tuple | None:
 
 
 ROTARY = (Spelling(_plus(_ROTATED), _rope_of_halves),)
-WIDE_ROTARY = (Spelling(Call(ops.cast, Call(ops.rope, Maybe(ops.cast, _X), role="rope")), _rope_in_float32),)
+WIDE_ROTARY = (Spelling(Call(ops.cast, Call(ops.rope, Maybe(ops.cast, X), role="rope")), _rope_in_float32),)
 
 
 class _Term(NamedTuple):

@@ -14,10 +14,10 @@ from torch import fx
 
 from te_transform.canonicalize.op import Spelling
 from te_transform.graph import edit, ops
-from te_transform.graph.nodes import dtype_of, is_narrower, is_tensor_node
-from te_transform.graph.pattern import Call, Match, Maybe, OneOf, Pattern, Var
+from te_transform.graph.nodes import dtype_of, is_narrower
+from te_transform.graph.pattern import Call, Match, Maybe, OneOf, Pattern, Var, X
 
-_X, _DIM = Var("x", is_tensor_node), Var("dim", lambda dim: type(dim) is int)
+_DIM = Var("dim", lambda dim: type(dim) is int)
 
 
 def _shifted_by(number: Pattern) -> Call:
@@ -25,19 +25,17 @@ def _shifted_by(number: Pattern) -> Call:
 
     The gradient of the number is zero, because the softmax does not depend on it; a detach is optional.
     """
-    return Call(torch.sub, _X, Maybe(torch.Tensor.detach, number))
+    return Call(torch.sub, X, Maybe(torch.Tensor.detach, number))
 
 
 _ROW_MAXIMUM = OneOf(
-    Call(operator.getitem, Call(torch.max, _X, _DIM, True), 0), Call(torch.amax, _X, _DIM, True)
+    Call(operator.getitem, Call(torch.max, X, _DIM, True), 0), Call(torch.amax, X, _DIM, True)
 )
 _EXP = Call(torch.exp, _shifted_by(_ROW_MAXIMUM), role="exp")  # the role makes both sides match the same node
 _OVER_SUM = Call(torch.div, _EXP, Call(torch.sum, _EXP, _DIM, True))
 _OF_LOG = Call(
     torch.exp,
-    OneOf(
-        Call(torch.sub, _X, Call(torch.logsumexp, _X, _DIM, True)), Call(torch.log_softmax, _X, _DIM, None)
-    ),
+    OneOf(Call(torch.sub, X, Call(torch.logsumexp, X, _DIM, True)), Call(torch.log_softmax, X, _DIM, None)),
 )
 _OF_SHIFTED = Call(torch.softmax, Maybe(ops.cast, _shifted_by(_ROW_MAXIMUM)), _DIM, Var("dtype"))
 

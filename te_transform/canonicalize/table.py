@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from te_transform.canonicalize.moves import FULL
+from te_transform.canonicalize.moves import ALL
 from te_transform.graph import ops
 from te_transform.graph.nodes import dtype_of, is_number, is_tensor_node, shape_of, value
 
@@ -65,7 +65,7 @@ def _attribute(x: fx.Node, name: str) -> tuple | None:
 def _item(x: fx.Node, index: Any) -> tuple | None:
     """Return columns for x[..., a:b], unsqueeze for x[:, None], and None for other indices."""
     parts = index if isinstance(index, tuple) else (index,)
-    rest = [i for i in parts if not (i is Ellipsis or (isinstance(i, slice) and i == FULL))]
+    rest = [i for i in parts if not (i is Ellipsis or (isinstance(i, slice) and i == ALL))]
     if not is_tensor_node(x) or len(rest) != 1:
         return None
     if rest[0] is None:
@@ -96,9 +96,7 @@ def _tensor_split(input: fx.Node, indices_or_sections: Any, dim: int = 0) -> tup
 
 def _select(input: fx.Node, dim: Any, index: Any) -> tuple | None:
     plain = type(dim) is type(index) is int
-    return (
-        (operator.getitem, (input, (Ellipsis, index, *[FULL] * (-1 - back(input, dim))))) if plain else None
-    )
+    return (operator.getitem, (input, (Ellipsis, index, *[ALL] * (-1 - back(input, dim))))) if plain else None
 
 
 def _multiplication(x: Any, y: Any) -> tuple:

@@ -31,7 +31,7 @@ UNTIMED_CALLS = 6  # untimed calls, in which compilation, calibration and record
 CALLS = 3  # calls that are timed together, without a synchronization in between, as in training
 SECONDS = 1.0  # the minimum duration of timed calls, which are at least three
 SECONDS_IN_ALL = 300.0  # no further mode is timed after this duration
-_PACKAGES = ("te_transform", "torch", "transformer_engine", "transformers")  # reports show their versions
+PACKAGES = ("te_transform", "torch", "transformer_engine", "transformers")  # reports show their versions
 CLEARLY = 0.99  # a mode must take less than this share of the time of a simpler mode
 
 
@@ -161,7 +161,7 @@ def installed_version(package: str) -> str:
 
 def versions() -> str:
     """Return the installed versions of the packages that a conversion depends on."""
-    return ", ".join(f"{name} {installed_version(name)}" for name in _PACKAGES if installed_version(name))
+    return ", ".join(f"{name} {installed_version(name)}" for name in PACKAGES if installed_version(name))
 
 
 def kept_timings(key: str) -> list[Timing]:

@@ -26,7 +26,7 @@ from te_transform.graph.nodes import (
     value,
     writes,
 )
-from te_transform.graph.pattern import Call, Each, Match, Var
+from te_transform.graph.pattern import Call, Each, Match, Var, X
 
 _RESHAPE_NAMES = ("reshape", "view", "flatten")
 
@@ -201,7 +201,7 @@ _EXPERT_SPELLINGS = (
     Spelling(
         Call(
             operator.getitem,
-            Var("x", is_tensor_node),
+            X,
             Call(operator.floordiv, _ORDER, Var("choices", lambda value: type(value) is int)),
         ),
         _dispatch,

@@ -18,6 +18,7 @@ import torch
 from torch import fx
 
 from te_transform.graph import ops
+from te_transform.graph.nodes import is_tensor_node
 
 
 @dataclass(frozen=True)
@@ -290,6 +291,9 @@ def spelled_as(function: Callable) -> Callable | None:
     name = getattr(function, "__name__", "")
     op = ops.sdpa if name == "scaled_dot_product_attention" else getattr(ops, name, None)
     return op if op is not function and getattr(op, "__module__", None) == ops.__name__ else None
+
+
+X = Var("x", is_tensor_node)  # a tensor of the graph
 
 
 def Linear(x: Any = None, role: str = "linear") -> Call:

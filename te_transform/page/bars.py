@@ -10,7 +10,7 @@ from te_transform.execution.timing import duration
 from te_transform.page.blocks import Block
 from te_transform.page.colors import color_of
 from te_transform.page.sketch import DrawnOperation
-from te_transform.plan.memory import Memory
+from te_transform.plan.memory import Memory, size_text
 from te_transform.plan.overview import Overview
 
 Bar = tuple[str, Mapping[str, float]]  # its name, and its parts by class
@@ -27,7 +27,7 @@ def bars_of_report(overview: Overview | None, blocks: Iterable[Block]) -> Iterat
     if overview is not None and overview.memory is not None:
         names = ("before", "after")
         rows = [(name, _memory_parts(step)) for name, step in zip(names, overview.memory, strict=True)]
-        yield chart("Memory of a training step", "predicted, at its peak", rows, _size)
+        yield chart("Memory of a training step", "predicted, at its peak", rows, size_text)
     yield chart("Operations", "without views and bookkeeping", _operation_bars(blocks), "{:,.0f}".format)
 
 
@@ -102,7 +102,3 @@ def _classes(kinds: Iterable[str], bars: Sequence[Bar], told: Callable[[float], 
         swatch = f'<span style="color: {color_of(kind)}">&#9632;</span>'
         rows.append(f'<tr><th scope="row">{swatch} {escape(kind)}</th>{cells}</tr>')
     return f'<table class="classes"><tr><td></td>{head}</tr>{"".join(rows)}</table>'
-
-
-def _size(size: float) -> str:
-    return f"{size / 2**20:,.0f} MiB" if size < 10 * 2**30 else f"{size / 2**30:,.1f} GiB"

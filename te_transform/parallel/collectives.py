@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from te_transform.backends.library import LIBRARY, registered_ops
 from te_transform.backends.op import GraphOp
 from te_transform.backends.plain import reduced
 from te_transform.backends.tracing import check_index, compiling
@@ -142,7 +143,7 @@ class Ranks:
     def summed(self, x: Tensor, op: str = "sum") -> Tensor:
         """Return the sum, or the maximum, of `x` over all ranks."""
         # a compiler reduces in place, and has read what a kernel of its own wrote there before (PyTorch 2.13)
-        reduced = torch.ops.te_transform.all_reduce if compiling.get() else _all_reduced
+        reduced = registered_ops.all_reduce if compiling.get() else _all_reduced
         return reduced(x.contiguous(), op, self.group)
 
     def any(self, holds: bool) -> bool:
@@ -229,10 +230,9 @@ def _all_reduced(x: Tensor, op: str, group: str) -> Tensor:
     return _OPS.wait_tensor(_OPS.all_reduce(x, op, group))
 
 
-_LIBRARY = torch.library.Library("te_transform", "FRAGMENT")
-_LIBRARY.define("all_reduce(Tensor x, str op, str group) -> Tensor")
-_LIBRARY.impl("all_reduce", _all_reduced, "CompositeExplicitAutograd")
-torch.library.register_fake("te_transform::all_reduce", lambda x, *_: torch.empty_like(x), lib=_LIBRARY)
+LIBRARY.define("all_reduce(Tensor x, str op, str group) -> Tensor")
+LIBRARY.impl("all_reduce", _all_reduced, "CompositeExplicitAutograd")
+torch.library.register_fake("te_transform::all_reduce", lambda x, *_: torch.empty_like(x), lib=LIBRARY)
 
 
 class Redistribution(Enum):

@@ -78,8 +78,8 @@ class Memory:
         return self.weights + self.peak + self.optimizer
 
     def __str__(self) -> str:
-        weights, gradients, kept, peak = map(_told, (self.weights, self.gradients, self.kept, self.peak))
-        others, optimizer, total = map(_told, (self.peak - self.gradients, self.optimizer, self.total))
+        weights, gradients, kept, peak = map(size_text, (self.weights, self.gradients, self.kept, self.peak))
+        others, optimizer, total = map(size_text, (self.peak - self.gradients, self.optimizer, self.total))
         return (
             f"{peak} at the most beside {weights} of weights: {gradients} of gradients and {others} of "
             f"activations and buffers; {kept} are kept for the backward, before there are gradients; {total} "
@@ -87,7 +87,7 @@ class Memory:
         )
 
 
-def _told(size: int) -> str:
+def size_text(size: float) -> str:
     """Format bytes in MiB, or in GiB from 10 GiB on, the unit of GPU memory."""
     return f"{size / 2**20:,.0f} MiB" if size < 10 * 2**30 else f"{size / 2**30:,.1f} GiB"
 
@@ -97,13 +97,13 @@ def room(model: nn.Module, step: Memory | None) -> Iterator[str]:
     size, name = _EIGHTY_GIB, "a GPU of 80 GiB"
     if torch.cuda.is_available():
         size = torch.cuda.get_device_properties(0).total_memory
-        name = f"this machine's GPU of {_told(size)}"
+        name = f"this machine's GPU of {size_text(size)}"
     divide = "divide it among several, by te_transform.parallelize() or fully_shard()"
     weights = sum(map(_size, model.parameters()))
     if weights > size:
-        yield f"the model does not fit {name}, its weights take {_told(weights)}: {divide}"
+        yield f"the model does not fit {name}, its weights take {size_text(weights)}: {divide}"
     elif step is not None and model.training and step.total > size:
-        yield f"a training step with AdamW does not fit {name}, it takes {_told(step.total)}: {divide}"
+        yield f"a training step with AdamW does not fit {name}, it takes {size_text(step.total)}: {divide}"
 
 
 @dataclass(frozen=True)

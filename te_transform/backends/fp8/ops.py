@@ -1,7 +1,6 @@
 """Operations for compiled graphs that quantize to FP8 and record the amax.
 
-On a GPU, a backend's kernels replace them. torch.library.custom_op would take three times the CPU time per
-call.
+On a GPU, a backend's kernels replace them.
 """
 
 from __future__ import annotations
@@ -13,11 +12,9 @@ import torch
 from torch import Tensor
 
 from te_transform.backends import plain
+from te_transform.backends.library import define_operator
 
 InFP8 = tuple[Tensor, Tensor, Tensor]  # in FP8, its transpose or empty, the inverse of the scale
-
-KERNELS: dict[str, Callable[..., Any]] = {}
-"""A backend's GPU kernels, by the names of the functions in this file."""
 
 
 def quantize(
@@ -119,28 +116,14 @@ _DERIVATIVES: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def by_kernel(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that calls the backend's kernel if there is one, else `function`."""
-
-    def run(*arguments: Any) -> Any:
-        return KERNELS.get(function.__name__, function)(*arguments)
-
-    return run
-
-
 _CAST_SCHEMA = "Tensor scales, Tensor(a!){} history, int index, ScalarType dtype, bool with_transpose) -> "
 _IN_FP8 = "Tensor, Tensor, Tensor"
-_LIBRARY = torch.library.Library("te_transform", "FRAGMENT")
-_LIBRARY.define(f"quantize(Tensor x, {_CAST_SCHEMA.format('?')} ({_IN_FP8})")
-_LIBRARY.define(f"activate(Tensor x, str activation, {_CAST_SCHEMA.format('')} ({_IN_FP8})")
-_LIBRARY.define(
-    "activate_backward(Tensor grad, Tensor x, str activation, bool with_sum, "
-    f"{_CAST_SCHEMA.format('')} ({_IN_FP8}, Tensor)"
+define_operator(quantize, f"(Tensor x, {_CAST_SCHEMA.format('?')} ({_IN_FP8})")
+define_operator(activate, f"(Tensor x, str activation, {_CAST_SCHEMA.format('')} ({_IN_FP8})")
+define_operator(
+    activate_backward,
+    f"(Tensor grad, Tensor x, str activation, bool with_sum, {_CAST_SCHEMA.format('')} ({_IN_FP8}, Tensor)",
 )
-for _function in (quantize, activate, activate_backward):
-    _LIBRARY.impl(_function.__name__, _function, "CPU")
-    _LIBRARY.impl(_function.__name__, by_kernel(_function), "CUDA")
-registered_ops = torch.ops.te_transform
 
 
 @torch.library.register_fake("te_transform::quantize")

@@ -18,7 +18,8 @@ from torch.utils._pytree import tree_map
 
 from te_transform.backends import plain
 from te_transform.backends.fp8.fp8_only import scale_for
-from te_transform.backends.fp8.ops import InFP8, registered_ops
+from te_transform.backends.fp8.ops import InFP8
+from te_transform.backends.library import registered_ops
 from te_transform.backends.limits import as_autocast
 
 FP8_ROW_MULTIPLE = 16  # must divide the rows of a product, and its other sizes

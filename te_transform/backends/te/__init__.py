@@ -6,7 +6,7 @@ joined.State. The op runs in plain PyTorch if TE has no kernel for a call (anoth
 faster one (few tokens). `plain_calls` counts the reasons.
 """
 
-from te_transform.backends.fp8.ops import KERNELS
+from te_transform.backends.library import KERNELS
 from te_transform.backends.plain import ACTIVATIONS, GATED_ACTIVATIONS
 from te_transform.backends.te.attention import DotProductAttention, attend, attend_backward
 from te_transform.backends.te.casts import activate, activate_backward, quantize
