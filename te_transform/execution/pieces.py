@@ -135,9 +135,7 @@ def layer_runs(graph: fx.Graph) -> Runs:
             runs += [(rest, None)] * bool(rest)
             runs.append((ends[node][1], (node.args[1], node)))
             rest = []
-        elif (
-            node.op not in ("placeholder", "output") and node not in taken and node.target is not layer_begins
-        ):
+        elif node not in taken and _computes(node):
             rest.append(node)
     return runs + [(rest, None)] * bool(rest)
 
