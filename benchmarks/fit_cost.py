@@ -25,7 +25,7 @@ from grid import VOCABULARY, model_of
 from rich.progress import track
 
 from te_transform.inspect import plans_of
-from te_transform.plan.cost import AS_IT_IS, WAYS, Way, works_of
+from te_transform.plan.cost import ORIGINAL, RUN_MODES, RunMode, works_of
 from te_transform.plan.work import Work
 
 # Where the search begins: an H100's data sheet, a few microseconds for a launch.
@@ -48,10 +48,10 @@ START = {
 
 @dataclass
 class Point:
-    """A call in one way, by what it computes, and the seconds that it took."""
+    """A call in one mode, by what it computes, and the seconds that it took."""
 
     where: str
-    way: Way
+    mode: RunMode
     work: Work
     seconds: float
 
@@ -69,13 +69,13 @@ def main() -> None:
     for place in track(places, "fitting"):
         times = _fitted([point for point in points if point.where != place])
         found = [
-            (point.way.seconds(point.work, times) / point.seconds, point)
+            (point.mode.seconds(point.work, times) / point.seconds, point)
             for point in points
             if point.where == place
         ]
         off += [abs(math.log(ratio)) for ratio, _ in found]
         for ratio, point in found:
-            print(f"{place}, {point.way.calls}: {1e3 * point.seconds:.2f} ms, predicted {ratio:.2f} of it")
+            print(f"{place}, {point.mode.calls}: {1e3 * point.seconds:.2f} ms, predicted {ratio:.2f} of it")
     times = _fitted(points)
     print(json.dumps({name: float(f"{seconds:.3g}") for name, seconds in times.items()}, indent=4))
     half, worst = math.expm1(statistics.median(off)), math.expm1(max(off))
@@ -92,10 +92,10 @@ def _points(row: dict[str, Any]) -> Iterator[Point]:
         if name != "eager" and not name.startswith("te_transform"):
             continue
         plans, precision = planned("fp8-delayed" if "fp8-delayed" in name else None)
-        asked = AS_IT_IS if name == "eager" else WAYS["compiled" in name, "CUDA graphs" in name]
-        ((way, work),) = works_of(plans, asked, precision, training)
-        if way is asked or precision is not None or row.get("model") == "llama" or row.get("notes"):
-            yield Point(where, way, work, ms / 1e3)
+        asked = ORIGINAL if name == "eager" else RUN_MODES["compiled" in name, "CUDA graphs" in name]
+        ((mode, work),) = works_of(plans, asked, precision, training)
+        if mode is asked or precision is not None or row.get("model") == "llama" or row.get("notes"):
+            yield Point(where, mode, work, ms / 1e3)
         # else measured before models without gated MLPs ran as they were captured, as notes say since
 
 
@@ -137,8 +137,8 @@ def _fitted(points: Sequence[Point]) -> dict[str, float]:
 def _linear(points: Sequence[Point]) -> tuple[list[list[float]], list[list[float]]]:
     """How many of each time, in the order of START, the GPU and the CPU take of each point."""
     units = [{name: float(name == one) for name in START} for one in START]
-    gpu = [[point.way.gpu_seconds(point.work, unit) for unit in units] for point in points]
-    cpu = [[point.way.cpu_seconds(point.work, unit) for unit in units] for point in points]
+    gpu = [[point.mode.gpu_seconds(point.work, unit) for unit in units] for point in points]
+    cpu = [[point.mode.cpu_seconds(point.work, unit) for unit in units] for point in points]
     return gpu, cpu
 
 

@@ -356,9 +356,9 @@ def test_predictions_count_what_is_computed() -> None:
     model = Written()
     model.weight = nn.Parameter(torch.zeros(6, 4, dtype=torch.bfloat16))
     plans, _ = plans_of(model, torch.zeros(2, 3, 4, dtype=torch.bfloat16), backend="te")
-    ((_, work),) = cost.works_of(plans, cost.AS_IT_IS, None, training=False)
+    ((_, work),) = cost.works_of(plans, cost.ORIGINAL, None, training=False)
     assert work.products == 2 * (2 * 3 * 3 * 4 + 2 * 3 * 4 * 3 + 2 * 3 * 6 * 4)
     assert work.bytes == 2 * (2 * 3 * 3) * 2  # the relu's
     assert (work.operations, work.forwards, work.backwards) == (4, 1, 0)
-    ((_, twice),) = cost.works_of(plans, cost.AS_IT_IS, None, training=True)
+    ((_, twice),) = cost.works_of(plans, cost.ORIGINAL, None, training=True)
     assert (twice.products, twice.backwards) == (3 * work.products, 1)

@@ -26,7 +26,7 @@ from te_transform.backends.plain import reduced
 from te_transform.backends.tracing import check_index, compiling
 from te_transform.graph.bound import F
 
-# What functional collectives call; its Python wrappers have other names in PyTorch 2.13 than before.
+# The operators of functional collectives. PyTorch 2.13 has renamed their Python wrappers.
 _OPS = torch.ops._c10d_functional
 
 
@@ -34,7 +34,7 @@ class Recording(Protocol):
     """An object that holds CUDA graphs."""
 
     def free(self) -> None:
-        """Free them; nothing is replayed any more."""
+        """Free the graphs. None of them is replayed any more."""
 
 
 _RECORDINGS: weakref.WeakKeyDictionary[Recording, str] = weakref.WeakKeyDictionary()  # by groups' names
@@ -60,15 +60,14 @@ def _freeing(end: Callable[..., None]) -> Callable[..., None]:
 
 @dataclass(frozen=True)
 class Shards:
-    """Each rank has its share of one dimension.
+    """The shards of a tensor along one dimension, one share per rank.
 
     Args:
         dim: the dimension, counted from the end: -1 is the last.
-        parts: sizes that make the dimension, each of which is divided among the ranks by itself: (h, h, h)
-            for q, k and v of one product. Where the ranks do not divide a part, the last ones have less of
-            it.
-        copies: how many ranks, one after the other, have the same share: of keys and values with fewer heads
-            than there are ranks. The share's gradient is then the sum of what these ranks have.
+        parts: the sizes of the parts of the dimension, such as (h, h, h) for q, k and v of one product. Each
+            part is divided among the ranks separately. The last ranks may have less of it.
+        copies: the number of consecutive ranks with the same share, if there are more ranks than key heads.
+            The gradient of such a share is the sum of the gradients of these ranks.
     """
 
     dim: int
@@ -124,7 +123,7 @@ class Ranks:
 
     @property
     def own(self) -> int:
-        """This one's number among them."""
+        """The number of this rank in the group."""
         return self.mesh.get_local_rank()
 
     @property
@@ -142,7 +141,7 @@ class Ranks:
 
     def summed(self, x: Tensor, op: str = "sum") -> Tensor:
         """Return the sum, or the maximum, of `x` over all ranks."""
-        # a compiler reduces in place, and has read what a kernel of its own wrote there before (PyTorch 2.13)
+        # inductor reduces in place, and its kernels have read the memory before the reduction (PyTorch 2.13)
         reduced = registered_ops.all_reduce if compiling.get() else _all_reduced
         return reduced(x.contiguous(), op, self.group)
 
@@ -157,11 +156,10 @@ class Ranks:
         return why or ("another rank cannot" if refused else None)
 
     def freed_before_end(self, recording: Recording) -> None:
-        """Free a recording of exchanges between the ranks before their group ends.
+        """Free a recording with collectives of the ranks before their process group ends.
 
-        NCCL waits there until no CUDA graph has an exchange of the group in it, for ever if nobody frees them
-        (pytorch/pytorch#115388), and whoever calls destroy_process_group() at the end of a script still has
-        the model.
+        destroy_process_group() waits until no CUDA graph contains a collective of the group
+        (pytorch/pytorch#115388). A script that still holds the model would wait forever.
         """
         _watch_ends()
         _RECORDINGS[recording] = self.group
@@ -178,7 +176,7 @@ class Ranks:
         return _OPS.wait_tensor(_OPS.reduce_scatter_tensor(blocks, "sum", self.count, self.group))
 
     def gathered(self, x: Tensor, shards: Shards, summed: bool = False) -> Tensor:
-        """Gather the whole tensor from the shards; of copies the first, or their sum."""
+        """Gather the whole tensor from the shards. Copies of a share are equal, or `summed`."""
         dim = x.dim() + shards.dim
         if shards.is_plain and shards.is_even(self.count):
             return self.joined(x, dim)
@@ -236,19 +234,19 @@ torch.library.register_fake("te_transform::all_reduce", lambda x, *_: torch.empt
 
 
 class Redistribution(Enum):
-    """From one placement to another: what is done in the forward, and what with the gradient."""
+    """A change of placement: the operation of the forward, and the operation on the gradient."""
 
-    ENTER = ("same", "sum")  # a whole value for what gives each rank a term of its gradient
+    ENTER = ("same", "sum")  # a whole value that each rank reads, with a term of its gradient per rank
     SUM = ("sum", "same")  # terms to the whole
     GATHER = ("gather", "lead_share")  # shards to the whole
-    LEAD_SHARE = ("lead_share", "gather")  # the whole to shards, of which one copy is not zeros
+    LEAD_SHARE = ("lead_share", "gather")  # the whole to shards; all copies but the first are zeros
     SHARE = ("share", "collect")  # the whole to shards
-    COLLECT = ("collect", "share")  # shards to the whole, of copies their sum
-    PICK = ("pick", "put_back")  # copies of shards to shards of their own
+    COLLECT = ("collect", "share")  # shards to the whole; copies are summed
+    PICK = ("pick", "put_back")  # copies of a share to a part of it per rank
     PUT_BACK = ("put_back", "pick")
     GATHER_ENTER = ("gather", "sum_share")
     SUM_SHARE = ("sum_share", "gather")
-    LEAD = ("lead", "same")  # a whole value to terms of it, of which all but the first rank's are zeros
+    LEAD = ("lead", "same")  # a whole value to terms: the value on the first rank, zeros on all others
 
     def backwards(self) -> Redistribution:
         """Return the redistribution of the gradient."""
@@ -274,47 +272,49 @@ def _done(what: str, x: Tensor, ranks: Ranks, shards: Shards | None) -> Tensor:
 
 class _Moved(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, way: Redistribution, ranks: Ranks, shards: Shards | None) -> Tensor:
-        ctx.way, ctx.ranks, ctx.shards = way, ranks, shards
-        return _done(way.value[0], x, ranks, shards)
+    def forward(ctx: Any, x: Tensor, change: Redistribution, ranks: Ranks, shards: Shards | None) -> Tensor:
+        ctx.change, ctx.ranks, ctx.shards = change, ranks, shards
+        return _done(change.value[0], x, ranks, shards)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        if ctx.way is Redistribution.LEAD:
+        if ctx.change is Redistribution.LEAD:
             return grad, None, None, None
-        return _Moved.apply(grad, ctx.way.backwards(), ctx.ranks, ctx.shards), None, None, None
+        return _Moved.apply(grad, ctx.change.backwards(), ctx.ranks, ctx.shards), None, None, None
 
 
-def redistributed(x: Tensor, way: Redistribution, ranks: Ranks, shards: Shards | None = None) -> Tensor:
-    """`x` in another placement; differentiable, any number of times."""
-    return _Moved.apply(x, way, ranks, shards)
+def redistributed(x: Tensor, change: Redistribution, ranks: Ranks, shards: Shards | None = None) -> Tensor:
+    """Return `x` in another placement, with derivatives of every order."""
+    return _Moved.apply(x, change, ranks, shards)
 
 
 class Move(GraphOp):
     """The op of a captured graph that brings a value from one placement to another."""
 
-    def __init__(self, way: Redistribution, ranks: Ranks, shards: Shards | None = None):
+    def __init__(self, change: Redistribution, ranks: Ranks, shards: Shards | None = None):
         super().__init__()
-        self.way, self.ranks, self.shards = way, ranks, shards
+        self.change, self.ranks, self.shards = change, ranks, shards
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the value in its new placement."""
-        return redistributed(x, self.way, self.ranks, self.shards)
+        return redistributed(x, self.change, self.ranks, self.shards)
 
 
 class ShardedEmbedding(GraphOp):
-    """F.embedding with a share of the table's rows on each rank: a term of the result, zeros for ids of other
-    ranks' rows."""
+    """The op for F.embedding with a share of the table's rows on each rank.
+
+    Each rank returns a term of the result, with zeros for the ids of other ranks' rows.
+    """
 
     def __init__(self, ranks: Ranks, shards: Shards, padding_idx: int | None):
         super().__init__()
         self.ranks, self.shards, self.padding_idx = ranks, shards, padding_idx
 
     def forward(self, ids: Tensor, weight: Tensor) -> Tensor:
-        """ids [...], weight [own rows, width] -> [..., width].
+        """Look up ids [...] in weight [own rows, width], and return [..., width].
 
         Raises:
-            IndexError: an id is in no rank's rows.
+            IndexError: no rank has the row of an id.
         """
         own, outside = _own_rows(ids, self.shards, self.ranks, "id")
         start, stop = self.shards.bounds(self.ranks.own, self.ranks.count)[0]
@@ -333,10 +333,10 @@ def _own_rows(ids: Tensor, shards: Shards, ranks: Ranks, what: str) -> tuple[Ten
 
 
 class ShardedCrossEntropy(GraphOp):
-    """ops.cross_entropy of logits of which each rank has those of its own classes.
+    """The op for ops.cross_entropy of logits that are sharded by classes.
 
-    With m the largest logit of a row, s = sum(exp(x - m)) and t = x[target] - m, the loss is log(s) - t: the
-    ranks exchange m, s and t, three numbers a row.
+    m is the largest logit of a row, s = sum(exp(x - m)), and t = x[target] - m. The loss is log(s) - t. The
+    ranks exchange m, s and t: three numbers per row.
     """
 
     def __init__(self, ranks: Ranks, shards: Shards):
@@ -346,10 +346,10 @@ class ShardedCrossEntropy(GraphOp):
     def forward(
         self, logits: Tensor, targets: Tensor, ignore_index: int, reduction: str, dtype: torch.dtype
     ) -> Tensor:
-        """logits [..., own classes], targets [...]; returns what ops.cross_entropy does, on each rank.
+        """Return the loss of all classes on each rank, for logits [..., own classes] and targets [...].
 
         Raises:
-            IndexError: a target is no class, and not `ignore_index`.
+            IndexError: a target is neither a class nor `ignore_index`.
         """
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
         counts = targets != ignore_index
@@ -366,26 +366,25 @@ class ShardedCrossEntropy(GraphOp):
 
 
 class OwnRandom(GraphOp):
-    """The op of a captured graph after which each rank draws random numbers of its own, for a shard, until
-    `CommonRandom`.
+    """The op of a captured graph after which each rank draws different random numbers, until `CommonRandom`.
 
-    They follow from the numbers that the ranks have in common: a checkpoint that repeats the call draws the
-    same ones.
+    The seed of each rank is computed from the common state. A checkpoint that repeats the call therefore
+    draws the same numbers.
     """
 
-    draws_per_rank = True  # which no compiled graph and no recording can
+    draws_per_rank = True  # compiled graphs and recordings cannot
 
     def __init__(self, ranks: Ranks):
         super().__init__()
         self.ranks = ranks
-        self.common: tuple[Any, ...] = ()  # the state to go on from
+        self.common: tuple[Any, ...] = ()  # the common state after this draw
 
     def forward(self, x: Tensor) -> Tensor:
-        """`x` itself."""
+        """Return `x`, and give the generator this rank's seed."""
         generator = _generator(x.device)
         if x.is_cuda:
-            # Philox counts the numbers that were drawn, in fours. How many a shard takes depends on its size,
-            # which may differ from rank to rank: what is common goes on as if one four had been drawn.
+            # Philox counts drawn numbers in groups of four. Shards of different sizes draw different numbers
+            # of groups, so the common state continues as if one group had been drawn.
             seed, drawn = generator.initial_seed(), generator.get_offset()
             self.common = seed, drawn + 4
             generator.manual_seed(self._seed(seed + drawn))
@@ -407,18 +406,18 @@ class CommonRandom(GraphOp):
         self.own = own
 
     def forward(self, x: Tensor) -> Tensor:
-        """`x` itself."""
+        """Return `x`, and give the generator the common state."""
         generator = _generator(x.device)
         if x.is_cuda:
             seed, drawn = self.own.common
-            generator.manual_seed(seed)  # which sets the count to zero
+            generator.manual_seed(seed)  # resets the offset to zero
             generator.set_offset(drawn)
         else:
             generator.set_state(self.own.common[0])
         return x
 
 
-_SPREAD = 0x9E3779B97F4A7C15  # of splitmix64: seeds that differ by multiples of it are far apart
+_SPREAD = 0x9E3779B97F4A7C15  # of splitmix64: seeds that differ by multiples of it are unrelated
 
 
 def _generator(device: torch.device) -> torch.Generator:

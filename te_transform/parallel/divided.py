@@ -1,9 +1,8 @@
-"""A converted model on the ranks of a tensor-parallel group: its parameters are DTensors, each rank computes
-with its own shards of them.
+"""A converted model on the ranks of a tensor-parallel group.
 
-The model's own code, which has sizes and numbers of heads written into it, is captured as on one rank: in a
-call stand-ins lie in the places of the parameters, of the sizes of the whole ones and without memory. What is
-captured is put on shards, and the graph that runs reads the shards themselves.
+The parameters are DTensors, and each rank computes with its own shards. The user's forward may contain sizes
+and numbers of heads, so it is captured as on one rank. For the capture, stand-ins of the whole size and
+without memory replace the parameters. The captured graph is then rewritten to read the shards.
 """
 
 from __future__ import annotations
@@ -32,21 +31,26 @@ from te_transform.report.places import gather
 
 
 class ParallelError(RuntimeError):
-    """A model, a mesh or a call that cannot be divided among ranks; the message says what would do."""
+    """A model, a mesh or a call that cannot be divided among ranks; the message says what to do."""
 
 
 @dataclass(eq=False)
 class Divided:
     """A parameter of a divided model.
 
-    `shards` says what of it a rank computes with, None: all of it; `held` is the DTensor of the last call.
-    What FP8 keeps for a parameter belongs to its stand-in, which is the same from call to call.
+    The FP8 state of a parameter belongs to its stand-in, which is the same tensor in each call.
+
+    Attributes:
+        shards: the share that a rank computes with, or None if each rank computes with the whole parameter.
+        stand_in: replaces the parameter during captures.
+        held: the DTensor of the last call.
+        version: of the DTensor at the last call.
     """
 
     shards: Shards | None
     stand_in: nn.Parameter | None = None
     held: DTensor | None = None
-    version: int = 0  # of the DTensor, at the last call
+    version: int = 0
 
     def stand_in_for(self, held: DTensor) -> nn.Parameter:
         """Return a parameter of the whole size without memory, filled with NaN.
@@ -65,8 +69,8 @@ class Divided:
         made.requires_grad_(held.requires_grad)
         share_state(made, held)
         if held._version != self.version:
-            # writes to a DTensor are counted there alone, and weights in FP8 are kept by the count of what it
-            # holds; once a call has taken its share, which is a view of that, it may not be counted any more
+            # A write to a DTensor does not change the version of its local tensor, by which FP8 weights are
+            # cached. After a call has taken a view of the local tensor, its version must not change any more.
             self.version = held._version
             increment_version(local(held))
         return made
@@ -76,8 +80,8 @@ class Divided:
         if self.shards is None or self.shards.is_plain:
             share = self.held.to_local()
         else:
-            # q, k and v of one product, of each of which a rank has rows, or heads that several ranks have:
-            # it gets all rows and takes its own
+            # Each rank has rows of q, k and v of one product, or several ranks have the same heads: gather
+            # all rows, and take the rows of this rank.
             whole = self.held.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
             share = ranks.share(whole, self.shards)
         return self._standing(share if move is None else move(share))
@@ -98,9 +102,10 @@ class Parallel:
     Args:
         ranks: the group.
         sequence: True if residuals and norms are sharded too.
-        places: of the model, for the report.
+        places: the divided and undivided parts of the model, for the report.
         forms: the canonical forms that the model's rules need besides the usual ones.
         divided: the parameters by module and name; tied parameters share one entry.
+        standing: the parameters by the ids of the stand-ins of a call.
     """
 
     ranks: Ranks
@@ -108,7 +113,7 @@ class Parallel:
     places: tuple[Place, ...]
     forms: tuple[Forms, ...] = ()
     divided: dict[tuple[nn.Module, str], Divided] = field(default_factory=dict)
-    standing: dict[int, Divided] = field(default_factory=dict)  # by the ids of the stand-ins of a call
+    standing: dict[int, Divided] = field(default_factory=dict)
 
     def __deepcopy__(self, memo: dict) -> Parallel:
         raise ParallelError(
@@ -124,19 +129,21 @@ class Parallel:
 
     @contextmanager
     def distributed(self, model: nn.Module, shards: Mapping[str, Shards]) -> Iterator[None]:
-        """Put a DTensor in the place of each parameter of the model, with what the first rank has in it;
-        parameters that are tied stay so. Where the body raises, the parameters themselves come back."""
+        """Replace each parameter of the model by a DTensor with the first rank's values.
+
+        Tied parameters stay tied. If the body raises, the original parameters are restored.
+        """
         made: dict[int, tuple[nn.Parameter, Divided]] = {}
         before = [*model.named_parameters(remove_duplicate=False)]
         known = {id(parameter): shards[name] for name, parameter in before if name in shards}
         try:
             for name, parameter in before:
                 if id(parameter) not in made:
-                    found = known.get(id(parameter))  # by whichever of the names of one that is tied
+                    found = known.get(id(parameter))  # under any name of a tied parameter
                     stored = Replicate() if found is None else Shard(parameter.dim() + found.dim)
                     tensor = distribute_tensor(parameter.detach(), self.ranks.mesh, [stored])
                     held, divided = nn.Parameter(tensor, parameter.requires_grad), Divided(found)
-                    divided.stand_in_for(held)  # which gives both a place for what FP8 keeps
+                    divided.stand_in_for(held)  # both share their FP8 state
                     made[id(parameter)] = held, divided
                 module, own = _holder(model, name)
                 module._parameters[own], self.divided[module, own] = made[id(parameter)]
@@ -148,7 +155,7 @@ class Parallel:
             raise
 
     def told(self) -> Iterator[str]:
-        """Yield what is divided among the ranks, and why not more, in sentences for the report."""
+        """Yield sentences for the report: what is divided among the ranks, and why the rest is not."""
         ranks = self.ranks.count
         outcomes = [Outcome(place.what, place.path, "refused", place.reasons) for place in self.places]
         for found in gather(outcomes):
@@ -159,7 +166,7 @@ class Parallel:
                 yield f"divided among {ranks} ranks is {where}"
 
     def collect(self) -> None:
-        """Put whole parameters in the places of the DTensors."""
+        """Replace the DTensors by whole parameters."""
         made: dict[int, nn.Parameter] = {}
         for (module, name), divided in self.divided.items():
             if id(divided) not in made:
@@ -169,18 +176,19 @@ class Parallel:
 
     @contextmanager
     def standing_in(self, modules: Iterable[nn.Module]) -> Iterator[None]:
-        """Stand-ins in the places of these modules' parameters, for a call that is captured."""
+        """Replace the parameters of these modules by stand-ins, for a call that is captured."""
         with self._replaced(modules, Divided.stand_in_for) as replaced:
             self.standing = {id(d.stand_in): d for d in replaced} or self.standing
             yield
 
     @contextmanager
     def whole(self, modules: Iterable[nn.Module], repeats: bool = False) -> Iterator[None]:
-        """Whole tensors in the places of these modules' parameters, gathered for a call of the user's own
-        code, which each rank makes for itself.
+        """Replace the parameters of these modules by gathered tensors, for a call of the user's own code.
+
+        Each rank runs this call by itself.
 
         Raises:
-            ParallelError: the backward `repeats` parts of that code, when they are no longer whole.
+            ParallelError: the backward `repeats` parts of the code, after the gathered tensors are gone.
         """
         if repeats:
             raise ParallelError(
@@ -227,7 +235,7 @@ def _holder(model: nn.Module, name: str) -> tuple[nn.Module, str]:
 
 
 class _Divided:
-    """A captured graph on shards; layers that share it may be divided in different ways."""
+    """A captured graph on shards; layers that share it may be divided differently."""
 
     def __init__(self, parallel: Parallel, captured: fx.GraphModule, fuse: Callable[..., Any]):
         self.parallel, self.captured, self.fuse = parallel, captured, fuse
@@ -258,7 +266,7 @@ class _Divided:
         known = {name: found for name, found in shards.items() if found is not None}
         try:
             made = on_shards(self.captured, known, ranks, sequence, forms)
-        except Unshardable:  # by parameters that are gathered for each call
+        except Unshardable:  # run on parameters that are gathered in each call
             for node in filter(is_parameter, self.captured.graph.nodes):
                 node.meta[MADE_ANEW] = True
             return self.fuse(self.captured), None
@@ -268,10 +276,10 @@ class _Divided:
 
 
 def check_random(ranks: Ranks) -> None:
-    """Raise unless the ranks draw the same random numbers.
+    """Check that the ranks draw the same random numbers.
 
     Raises:
-        ParallelError: they do not.
+        ParallelError: the states of their random generators differ.
     """
     device = ranks.mesh.device_type
     state = torch.get_rng_state() if device == "cpu" else torch.cuda.get_rng_state()

@@ -1,8 +1,8 @@
 """Find the parameters that the ranks of a tensor-parallel group divide, and the reasons against others.
 
-Linears that read one value are divided by columns (rows of the weight). Their results are followed through
-the canonical graph to the linears that read them, which are divided by rows. In between, each rank computes
-its own columns or heads, and only the results of the last linears are summed.
+Linears that read the same value are divided by columns (rows of the weight). The linears that read their
+results, directly or through other operations, are divided by rows. In between, each rank computes its own
+columns or heads. Only the results of the last linears are summed.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _SAME_COLUMNS = (ops.cast, torch.Tensor.contiguous, torch.transpose, torch.resha
 
 @dataclass(frozen=True)
 class Place:
-    """A place of the model that is divided among the ranks or, for these reasons, is not.
+    """A part of the model that is divided among the ranks, or the reasons why it is not.
 
-    `what` is "attention", "mlp", "head", "embedding" or "experts"; it is `indivisible` if a mesh of another
-    size would do.
+    `what` is "attention", "mlp", "head", "embedding" or "experts". `indivisible` is True if a mesh of another
+    size could divide it.
     """
 
     what: str
@@ -41,7 +41,7 @@ class Place:
 
 @dataclass
 class ShardLayout:
-    """The placeholders of a graph that are sharded, and the places of the report."""
+    """The placeholders of a graph that are sharded, and the report's lines."""
 
     shards: dict[fx.Node, Shards] = field(default_factory=dict)
     places: list[Place] = field(default_factory=list)
@@ -49,12 +49,12 @@ class ShardLayout:
 
 @dataclass
 class _Region:
-    """Linears that are divided by columns, those that read what they make, and what lies between."""
+    """Linears divided by columns, the linears that read their results, and the nodes between them."""
 
     columns: dict[fx.Node, Shards]
     rows: dict[fx.Node, Shards] = field(default_factory=dict)
     held: dict[fx.Node, Shards] = field(default_factory=dict)
-    leaves: bool = False  # whether something in it is an output of the model, or goes into the loss
+    leaves: bool = False  # True if a node of the region is an output of the model, or goes into the loss
 
     @property
     def what(self) -> str:
@@ -64,7 +64,7 @@ class _Region:
 
 
 def lay_out(graph: fx.Graph, ranks: int, skip: tuple[str, ...] = ()) -> ShardLayout:
-    """Find what can be divided among so many ranks in a canonical graph."""
+    """Find the parameters of a canonical graph that can be divided among this many ranks."""
     made = _LayingOut(graph, ranks, skip)
     for node in graph.nodes:
         if node.target is ops.linear and made.stored(node.args[1]) not in made.layout.shards:
@@ -88,15 +88,15 @@ class _LayingOut:
         return source if is_parameter(source) else None
 
     def try_region(self, linear: fx.Node) -> None:
-        """Divide the linear by its columns, and all that has to be with it."""
+        """Divide the linear by its columns, with all linears that must be divided with it."""
         if linear in self.tried:
             return
         refused, seeds = None, {linear}
-        # pieces of a product for q, k and v that is not cut by columns; ranks that have the same keys
-        ways = [(1, 1), (3, 1), (2, 1)]
+        # the pieces of one product for q, k and v, and the number of ranks that have the same keys
+        attempts = [(1, 1), (3, 1), (2, 1)]
         if self._attention(linear) is not None:
-            ways += [(1, copies) for copies in range(2, self.ranks + 1) if self.ranks % copies == 0]
-        for pieces, copies in ways:
+            attempts += [(1, copies) for copies in range(2, self.ranks + 1) if self.ranks % copies == 0]
+        for pieces, copies in attempts:
             try:
                 region = self._closed({linear}, pieces, copies)
                 self._accept(region)
@@ -128,9 +128,10 @@ class _LayingOut:
                 seeds |= more
 
     def _region(self, columns: dict[fx.Node, Shards]) -> _Region:
-        """
+        """Return the region that begins with these linears.
+
         Raises:
-            Refusal: something between the linears cannot be computed on shards.
+            Refusal: an operation between the linears cannot be computed on shards.
         """
         region = _Region(columns)
         for node in columns:
@@ -268,14 +269,13 @@ class _LayingOut:
         self.layout.places.append(Place(region.what, path))
 
     def _put(self, weight: fx.Node, shards: Shards) -> None:
-        """Shard the parameter that a linear's weight [out, in] is, or is the transpose of."""
+        """Shard the parameter behind a linear's weight [out, in], which may be the parameter's transpose."""
         if weight.target is torch.t:
             weight, shards = weight.args[0], shards.on(-3 - shards.dim)
         self.layout.shards[weight] = shards
 
     def try_embedding(self, node: fx.Node) -> None:
-        """Divide a table that is longer than it is wide, and that the model's input is looked up in, by its
-        rows."""
+        """Divide an embedding table by its rows, if it is a long table that an input of the model indexes."""
         ids, table = node.args[:2]
         if not is_parameter(table) or not _is_input(ids):
             return

@@ -43,18 +43,20 @@ def parallelize(
     sequence_parallel: bool = False,
     skip: str | Sequence[str] = (),
 ) -> M:
-    """Divide a converted model among the ranks of a mesh: q, k and v, gates and ups by columns, what reads
-    them by rows, heads and tables of a vocabulary by classes.
+    """Divide a converted model among the ranks of a mesh.
 
-    What is divided follows from the operations of the forward, not from names. Every parameter becomes a
-    DTensor on the mesh, under its name, with what the mesh's first rank has in it: make the optimizer, and
-    apply fully_shard(), afterwards. All ranks of the mesh are to be given the same inputs, and return the
-    same outputs.
+    The projections of q, k, v, gates and ups are divided by columns, and the linears that read their results
+    by rows. Language model heads and embedding tables are divided by classes. The operations of the forward
+    decide what is divided, not names.
+
+    Every parameter becomes a DTensor on the mesh, under its name, with the values of the mesh's first rank.
+    Make the optimizer, and apply fully_shard(), afterwards. All ranks of the mesh must get the same inputs.
+    They return the same outputs.
 
     Args:
-        converted: what te_transform.convert() returned; it is changed in place.
-        mesh: of one dimension, mesh["tp"] of a larger one.
-        example_inputs: as for convert(); None: invented where the model says what it reads.
+        converted: a model from te_transform.convert(); it is changed in place.
+        mesh: a mesh of one dimension, such as mesh["tp"] of a larger mesh.
+        example_inputs: as for convert(); None generates inputs from the config or the forward's signature.
         sequence_parallel: shard residuals, norms and dropouts between the divided products by tokens.
         skip: module paths or globs whose linears stay whole.
 
@@ -62,7 +64,7 @@ def parallelize(
         The model itself.
 
     Raises:
-        ParallelError: the model, the mesh or both do not fit; nothing has been changed then.
+        ParallelError: the model, the mesh or both do not fit. The model is unchanged.
         OptionError, InputError, TraceError: as convert() does.
     """
     state, ranks = _check_converted(converted, mesh)
@@ -176,14 +178,14 @@ def _check_parameters(model: nn.Module, mesh: DeviceMesh) -> None:
 
 @dataclass
 class _Found:
-    """The shards of parameters, by their names in the model, and the places of the report."""
+    """The shards of parameters, by their names in the model, and the report's lines."""
 
     shards: dict[str, Shards] = field(default_factory=dict)
     places: dict[Place, None] = field(default_factory=dict)
 
 
 def _find_layout(model: nn.Module, sample: Inputs, lay: Callable[[fx.Graph], ShardLayout]) -> _Found:
-    """Find what the ranks divide of the forward, on tensors without memory if possible."""
+    """Find the parameters that the ranks divide, on tensors without memory if possible."""
     for tensors in ways_to_call(model):
         found = _Found()
         try:
@@ -267,7 +269,7 @@ def _floating_outputs(model: nn.Module, sample: Inputs, ranks: Ranks) -> list[Te
         return []
 
     def common(tensor: Tensor) -> Tensor:
-        # NCCL sends what lies without gaps; the sample itself stays as it is
+        # NCCL sends contiguous tensors only; the sample itself must not change
         shared = tensor.detach().to(ranks.mesh.device_type, copy=True).contiguous()
         dist.broadcast(shared, group_src=0, group=ranks.mesh.get_group())
         return shared.to(tensor.device)
@@ -284,7 +286,7 @@ def _floating_outputs(model: nn.Module, sample: Inputs, ranks: Ranks) -> list[Te
 def _check_outputs(
     model: nn.Module, before: list[Tensor], after: list[Tensor], ranks: Ranks, in_fp8: bool
 ) -> None:
-    """Hold the divided model to what the first rank's whole one returned."""
+    """Check the outputs of the divided model against those of the first rank's whole model."""
     off = max(map(distance, after, before), default=0.0)
     found = [off]
     dist.broadcast_object_list(found, group_src=0, group=ranks.mesh.get_group())

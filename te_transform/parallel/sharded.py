@@ -1,5 +1,7 @@
-"""A captured graph for one rank of a tensor-parallel group: with the shards of the parameters in the place of
-the whole ones, and with the exchanges between ranks that this takes."""
+"""A captured graph for one rank of a tensor-parallel group.
+
+It reads shards of the parameters, and contains the collectives that this requires.
+"""
 
 from __future__ import annotations
 
@@ -35,9 +37,9 @@ class ShardedGraph:
 
     Args:
         module: the graph; its arguments are those of the captured one.
-        moves: for some of the arguments, by their names, how a rank's share of a parameter is brought into
-            the placement that the graph reads it in.
-        common_random: whether it draws random numbers that have to be the same on each rank.
+        moves: by the names of arguments, the op that brings a rank's share into the placement that the graph
+            reads.
+        common_random: True if the graph draws random numbers that must be the same on each rank.
     """
 
     module: fx.GraphModule
@@ -80,8 +82,8 @@ class _Sharding:
     ):
         self.graph, self.module = graph, module_of(captured, graph)
         self.plan, self.ranks = ShardingPlan(self.graph, shards, ranks, sequence), ranks
-        self.origin: dict[fx.Node, fx.Node] = {}  # of what stands for a node now
-        self.moved: dict[tuple, fx.Node] = {}  # what was brought into another placement already
+        self.origin: dict[fx.Node, fx.Node] = {}  # the original node of each replacement
+        self.moved: dict[tuple, fx.Node] = {}  # the moves that were inserted already
         self.made_graph = ShardedGraph(self.module)
         for node in self.graph.nodes:
             if node.op == "placeholder" and node.name in shards:
@@ -155,20 +157,22 @@ class _Sharding:
         return argument
 
     def _move(
-        self, source: fx.Node, way: Redistribution, at: fx.Node, shards: Shards | None = None
+        self, source: fx.Node, change: Redistribution, at: fx.Node, shards: Shards | None = None
     ) -> fx.Node:
-        """`source` in another placement, in front of `at`."""
-        gathers = way in (Redistribution.GATHER, Redistribution.GATHER_ENTER)
-        shards = self.plan.shards[source] if gathers or way is Redistribution.PICK else shards
-        key = source, way, shards
+        """Insert a move of `source` to another placement before `at`, or return an equal earlier one."""
+        gathers = change in (Redistribution.GATHER, Redistribution.GATHER_ENTER)
+        shards = self.plan.shards[source] if gathers or change is Redistribution.PICK else shards
+        key = source, change, shards
         if key not in self.moved:
-            op = Move(way, self.ranks, shards)
+            op = Move(change, self.ranks, shards)
             if isinstance(value(source), (tuple, list)):
                 raise Unshardable("pieces of what is sharded are read together")
-            node = edit.insert_call(self.graph, at, self._name(way, shards, op), (source,), like=source)
+            node = edit.insert_call(self.graph, at, self._name(change, shards, op), (source,), like=source)
             self.plan.shapes[node] = self.plan.shapes[source]
             if not gathers and shards is not None:
-                self.plan.shards[node] = replace(shards, copies=1) if way is Redistribution.PICK else shards
+                self.plan.shards[node] = (
+                    replace(shards, copies=1) if change is Redistribution.PICK else shards
+                )
             self._note_shape(node)
             self.moved[key] = node
         return self.moved[key]
@@ -176,8 +180,8 @@ class _Sharding:
     def _sum(self, node: fx.Node) -> None:
         """Sum the ranks' terms into a whole value, or into a value sharded by tokens."""
         shards = self.plan.shards.pop(node, None)
-        way = Redistribution.SUM if shards is None else Redistribution.SUM_SHARE
-        name = self._name(way, shards, Move(way, self.ranks, shards))
+        change = Redistribution.SUM if shards is None else Redistribution.SUM_SHARE
+        name = self._name(change, shards, Move(change, self.ranks, shards))
         total = self._stand_in(node, name)
         if shards is not None:
             self.plan.shards[total] = shards
@@ -200,11 +204,11 @@ class _Sharding:
         end = self._stand_in(node, self._named("common_random", node, CommonRandom(own)))
         self.plan.shards[end] = self.plan.shards[node]
 
-    def _name(self, way: Redistribution, shards: Shards | None, op: nn.Module) -> str:
+    def _name(self, change: Redistribution, shards: Shards | None, op: nn.Module) -> str:
         """Return the name of a move. Equal moves share a name, so equal layers are equal graphs."""
         at = "" if shards is None else "_".join(map(str, ("", -shards.dim, *shards.parts)))
         at += "" if shards is None or shards.copies == 1 else f"_for_{shards.copies}"
-        name = f"ranks_{way.name.lower()}{at}"
+        name = f"ranks_{change.name.lower()}{at}"
         if not hasattr(self.module, name):
             self.module.add_submodule(name, op)
         return name
@@ -215,8 +219,10 @@ class _Sharding:
         return name
 
     def _move_parameters_outside(self) -> None:
-        """Bring parameters into the placement that they are read in before the graph runs, where all of their
-        readers want the same: they are parameters in the graph then, which can be fused."""
+        """Move the parameters before the graph runs, if all of their readers need the same placement.
+
+        The graph then reads parameters, whose readers can be fused.
+        """
         for node in [node for node in self.graph.nodes if node.op == "placeholder"]:
             held = value(node)
             if not isinstance(held, nn.Parameter):
@@ -229,14 +235,14 @@ class _Sharding:
                     self.made_graph.moves[node.name] = op
                     shape = shape_of(user)
                     edit.bypass(self.graph, user, node)
-            node.meta["example_value"] = edit.with_shape(held, shape)  # parameters lie without gaps
+            node.meta["example_value"] = edit.with_shape(held, shape)  # parameters are contiguous
             node.meta[MADE_ANEW] = self._is_made_anew(node)
 
     def _is_made_anew(self, parameter: fx.Node) -> bool:
         """Return True if a parameter's argument is computed in each call."""
         shards, move = self.plan.shards.get(parameter), self.made_graph.moves.get(parameter.name)
         is_part = shards is None or shards.is_plain
-        return not is_part or (move is not None and move.way is not Redistribution.ENTER)
+        return not is_part or (move is not None and move.change is not Redistribution.ENTER)
 
 
 def draws(node: fx.Node) -> bool:

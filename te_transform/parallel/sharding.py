@@ -19,8 +19,8 @@ from te_transform.graph import ops
 from te_transform.graph.nodes import argument, called, is_tensor_node, shape_of, value
 from te_transform.parallel.collectives import Shards
 
-Held = Mapping[fx.Node, Shards]  # the values that are sharded, each of a tuple of tensors alike
-_NO_SIZE = 1_000_003  # a prime that is no size of a tensor
+Held = Mapping[fx.Node, Shards]  # the sharded values; all tensors of a tuple have the same shards
+_NO_SIZE = 1_000_003  # a prime that no tensor has as a size
 
 
 class Refusal(Exception):
@@ -28,7 +28,7 @@ class Refusal(Exception):
 
     Args:
         reason: the sentence.
-        indivisible: True if a mesh of another size would do.
+        indivisible: True if a mesh of another size could divide it.
         whole: values that would have to be sharded too.
     """
 
@@ -42,12 +42,13 @@ class ShardingStep:
     """One operation on shards.
 
     Args:
-        shards: of its result; None: the result is whole, or, if `is_term`, one of the terms of its sum.
-        gather: sharded arguments that it reads whole.
-        share: whole arguments that it reads a shard of.
-        lead: whole arguments that it reads on the first rank, and zeros elsewhere.
-        pick: sharded arguments, copies of which several ranks have, of which it reads this rank's own part.
-        args: those of its arguments, by position, that are other numbers on shards.
+        shards: of the result. None if the result is whole, or a term of the sum over ranks (`is_term`).
+        is_term: True if the ranks' results must be summed.
+        gather: sharded arguments that are gathered before.
+        share: whole arguments of which this rank's shard is read.
+        lead: whole arguments that are replaced by zeros on all ranks but the first.
+        pick: shares that several ranks hold, of which this rank reads its own part.
+        args: arguments that have another value on shards, by position.
     """
 
     shards: Shards | None
@@ -106,7 +107,7 @@ def _embedding(node: fx.Node, held: Held, ranks: int) -> ShardingStep:
 
 
 def _elementwise_step(node: fx.Node, held: Held, ranks: int) -> ShardingStep:
-    """Broadcasting: a whole argument is read as it is where it has no such dimension, or one of size 1."""
+    """Shard the result like the arguments. A whole argument that broadcasts needs no shards."""
     given = [arg for arg in node.all_input_nodes if is_tensor_node(arg)]
     return _aligned(node, given, held)
 
@@ -166,7 +167,7 @@ def _sdpa_step(node: fx.Node, held: Held, ranks: int) -> ShardingStep:
         raise Refusal("query, keys and mask are in different shards, the same ones are needed")
     pick = ()
     if (of_keys := found[1]).copies > 1:
-        # heads that were repeated for the queries are more than this rank has queries for
+        # heads repeated for all queries are more than this rank's queries need
         pick = (key, value_) if of_keys.size == found[0].size else ()
         if found[0].copies > 1 or not (pick or of_keys.size == of_keys.shares(ranks)):
             raise Refusal("ranks have copies of several heads of keys, of one head each are needed")
@@ -199,11 +200,11 @@ def _reshaped_shards(before: tuple[int, ...], after: tuple[int, ...], shards: Sh
     at = len(before) + shards.dim
     old, new = next((old, new) for old, new in _dim_groups(before, after) if at in old)
     sizes = [size for size in (after[i] for i in new) if size != 1]
-    alike = shards.copies > 1 and shards.shares(ranks) == 1  # all ranks have all of it, which is one head
+    alike = shards.copies > 1 and shards.shares(ranks) == 1  # each rank has the whole dimension, one head
     if alike and new[0] > 0 and after[new[0] - 1] == 1:
         return Shards(new[0] - 1 - len(after), (1,), shards.copies)
     stays = sizes == [shards.size] and [before[i] for i in old if before[i] != 1] == sizes
-    if stays and not alike:  # it stays as it is
+    if stays and not alike:
         return shards.on(next(i for i in new if after[i] == shards.size) - len(after))
     many, part = len(shards.parts), shards.parts[0]
     if len(set(shards.parts)) > 1:
@@ -228,7 +229,7 @@ def _reshaped_shards(before: tuple[int, ...], after: tuple[int, ...], shards: Sh
 
 
 def _without_zeros(before: tuple[int, ...], after: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-    """Return both shapes with large sizes in place of zeros: a zero hides which dimensions belong together.
+    """Replace zeros in both shapes by large sizes: a zero hides which dimensions belong together.
 
     The same reshape of a larger batch has such sizes. Both shapes hold equally many numbers afterwards.
     """
@@ -342,7 +343,7 @@ def _getitem(node: fx.Node, held: Held, ranks: int) -> ShardingStep:
 
 
 def _pieces_step(node: fx.Node, held: Held, ranks: int) -> ShardingStep:
-    """torch.split and torch.chunk of another dimension than the sharded one."""
+    """Shard the pieces of torch.split and torch.chunk, which must cut an unsharded dimension."""
     x, dim = node.args[0], node.args[2]
     if held[x].dim == dim:
         raise Refusal(f"a {called(node)} cuts shards, whole ones are needed")

@@ -13,7 +13,7 @@ from te_transform.parallel.sharding import Refusal, ShardingStep, step
 
 
 class Unshardable(Exception):
-    """A graph that cannot be computed on shards, not even with values that are gathered for it."""
+    """A graph that cannot be computed on shards, not even with gathered values."""
 
 
 class ShardingPlan:
@@ -23,11 +23,11 @@ class ShardingPlan:
         shapes: of the whole values.
         shards: of the values that are sharded.
         trained: the values that may have a gradient.
-        entered: whole values of whose gradient each rank has a term.
+        entered: whole values whose gradient has a term on each rank.
         steps: how each node is computed on shards, in the order of the graph; None: on whole values.
 
     Raises:
-        Unshardable: the graph writes in place to what would be sharded.
+        Unshardable: the graph writes in place to a value that would be sharded.
     """
 
     def __init__(self, graph: fx.Graph, shards: Mapping[str, Shards], ranks: Ranks, sequence: bool):
@@ -63,8 +63,11 @@ class ShardingPlan:
         return found
 
     def _is_entered(self, norm: fx.Node) -> bool:
-        """Return True if only linears that are divided by columns read a norm: then the ranks' terms of its
-        gradient may as well be summed up in front of it, and the norm be fused with the linears."""
+        """Return True if only linears that are divided by columns read a norm.
+
+        The ranks' terms of the gradient are then summed before the norm, and the norm is fused with the
+        linears.
+        """
         return bool(norm.users) and all(
             user.target is ops.linear and user.args[0] is norm and self._is_divided_by_columns(user)
             for user in norm.users
@@ -77,8 +80,7 @@ class ShardingPlan:
         return shards is not None and (shards.dim == -2) == (source is weight)
 
     def _tokens(self, shape: tuple[int, ...]) -> Shards | None:
-        """Return shards of the longest dimension in front of the last that the ranks divide: the sequence, if
-        it is longer than the batch."""
+        """Return shards of the longest divisible dimension before the last: the sequence, or the batch."""
         sizes = {size: i for i, size in reversed([*enumerate(shape[:-1])]) if size % self.ranks.count == 0}
         longest = max(sizes, default=0)
         return Shards(sizes[longest] - len(shape), (longest,)) if longest else None

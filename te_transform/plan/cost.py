@@ -48,23 +48,23 @@ _PADS = "pad_vocabulary"  # the rule that pads products
 
 
 def works_of(
-    plans: Sequence[tuple[str, Plan]], way: Way, precision: PrecisionPlan | None, training: bool
-) -> list[tuple[Way, Work]]:
+    plans: Sequence[tuple[str, Plan]], mode: RunMode, precision: PrecisionPlan | None, training: bool
+) -> list[tuple[RunMode, Work]]:
     """Return the execution mode and the work of each graph of a call.
 
     Args:
         plans: The plans of the captured graphs in call order, each with the path of the captured module.
-        way: The requested mode. A graph in which no product gains from it runs as captured, or runs the
+        mode: The requested mode. A graph in which no product gains from it runs as captured, or runs the
             original code.
         precision: The products that run in a recipe, or None without a recipe.
         training: True if there is a backward.
     """
     found = []
     for path, plan in plans:
-        runs = _run_mode(plan, way, precision)
+        runs = _run_mode(plan, mode, precision)
         work = sum(map(computed, plan.before.nodes), Work())
         work = sum(chain(_moved(plan, runs), _odd_products(plan.before.nodes, plan, runs)), work)
-        if precision is not None and runs not in (AS_IT_IS, CAPTURED):
+        if precision is not None and runs not in (ORIGINAL, CAPTURED):
             work = sum(_saved_by_fp8(path, plan, precision, runs.in_cuda_graphs), work)
         work = work.times(1 + BACKWARD) if training else work
         share = 1 / len(plans)  # of the fixed cost of a call
@@ -72,16 +72,18 @@ def works_of(
     return found
 
 
-def _run_mode(plan: Plan, way: Way, precision: PrecisionPlan | None, added: Sequence[fx.Node] = ()) -> Way:
-    """Return the mode in which a graph runs if `way` is requested.
+def _run_mode(
+    plan: Plan, mode: RunMode, precision: PrecisionPlan | None, added: Sequence[fx.Node] = ()
+) -> RunMode:
+    """Return the mode in which a graph runs if `mode` is requested.
 
     At run time, execution/small_batch.py applies the same limits.
 
     Args:
         added: The operations of a refused match, to predict how the graph would run with the match fused.
     """
-    if way is not FUSED or (precision is not None and precision.small_calls):
-        return way
+    if mode is not FUSED or (precision is not None and precision.small_calls):
+        return mode
     products = [site for site in plan.sites if site.is_product]
     sizes = [_rows_and_width(site) for site in products if site.fused.gains or precision is not None]
     if precision is not None or _is_gated(added):
@@ -89,11 +91,11 @@ def _run_mode(plan: Plan, way: Way, precision: PrecisionPlan | None, added: Sequ
         sizes += [(numbers_in(node) / sizes_of(node)[-1], min(sizes_of(node.args[1]))) for node in linears]
     is_large = any(rows >= break_even_rows(width, precision is not None) for rows, width in sizes)
     if is_large or not (products or added):
-        return way
-    return AS_IT_IS if precision is None and not added and _runs_the_same_kernels(plan) else CAPTURED
+        return mode
+    return ORIGINAL if precision is None and not added and _runs_the_same_kernels(plan) else CAPTURED
 
 
-def _odd_products(nodes: Iterable[fx.Node], plan: Plan, way: Way, pads: bool = False) -> Iterator[Work]:
+def _odd_products(nodes: Iterable[fx.Node], plan: Plan, mode: RunMode, pads: bool = False) -> Iterator[Work]:
     """Yield the change of work for each product whose weight has an odd number of rows, such as a vocabulary.
 
     A GPU takes several times as long for such a product, unless it is padded. Inductor pads by itself.
@@ -103,9 +105,9 @@ def _odd_products(nodes: Iterable[fx.Node], plan: Plan, way: Way, pads: bool = F
     """
     are_padded = (site for site in plan.sites if isinstance(site.fused, plain.PaddedLinear))
     padded = {site.node.meta.get("origin") for site in are_padded}
-    for node in () if pads or way.bytes == "bytes, compiled" else nodes:
+    for node in () if pads or mode.bytes == "bytes, compiled" else nodes:
         rows = sizes_of(node.args[1])[0] if node.target is ops.linear else 0
-        is_padded = way is not AS_IT_IS and node.meta.get("origin") in padded
+        is_padded = mode is not ORIGINAL and node.meta.get("origin") in padded
         if rows % ALIGNED == 0 or rows < MIN_PADDED_ROWS or is_padded:
             continue
         if numbers_in(node) / rows >= MIN_PADDED_TOKENS:
@@ -124,16 +126,16 @@ def _is_gated(nodes: Sequence[fx.Node]) -> bool:
     return any(node.target is torch.mul and acts & {*node.all_input_nodes} for node in nodes)
 
 
-def _moved(plan: Plan, way: Way) -> Iterator[Work]:
+def _moved(plan: Plan, mode: RunMode) -> Iterator[Work]:
     """Yield the memory traffic of the operations of a graph.
 
     The canonical graph combines many captured operations into one. A graph that runs unfused therefore counts
     the captured operations, except where a site stays fused in this mode.
     """
-    if way not in (AS_IT_IS, CAPTURED):
+    if mode not in (ORIGINAL, CAPTURED):
         yield from map(moved_bytes, plan.before.nodes)
         return
-    taken = [outcome for outcome, site in plan.places() if way is CAPTURED and site and _is_one(site)]
+    taken = [outcome for outcome, site in plan.places() if mode is CAPTURED and site and _is_one(site)]
     inside = {name for outcome in taken for name in outcome.inside}
     yield from (moved_bytes(node) for node in plan.captured.graph.nodes if node.name not in inside)
     if taken:  # a node without an origin is part of a composite, such as multi-head attention
@@ -172,7 +174,7 @@ def _runs_the_same_kernels(plan: Plan) -> bool:
     """
     kernels = (plain.DotProductAttention, plain.CrossEntropy)
     in_kernels = any(isinstance(site.fused, kernels) and _is_in_kernel(site) for site in plan.sites)
-    counts = (sum(_moved(plan, way), Work()).operations for way in (AS_IT_IS, CAPTURED))
+    counts = (sum(_moved(plan, mode), Work()).operations for mode in (ORIGINAL, CAPTURED))
     return not in_kernels and len({*counts}) == 1
 
 
@@ -199,7 +201,7 @@ def _site_in_fp8(site: Site, precision: PrecisionPlan, in_cuda_graphs: bool) -> 
 
 
 @dataclass(frozen=True)
-class Way:
+class RunMode:
     """The cost model of one execution mode: the keys of its times in TIMES."""
 
     bytes: str
@@ -235,15 +237,15 @@ class Way:
         }
 
 
-FUSED = Way("bytes, fused", "call, fused")
+FUSED = RunMode("bytes, fused", "call, fused")
 # Keyed by (compiled, replayed as a CUDA graph).
-WAYS = {
+RUN_MODES = {
     (False, False): FUSED,
-    (True, False): Way("bytes, compiled", "call, compiled"),
-    (False, True): Way("bytes, fused", "call, replayed", in_cuda_graphs=True),
-    (True, True): Way("bytes, compiled", "call, replayed", in_cuda_graphs=True),
+    (True, False): RunMode("bytes, compiled", "call, compiled"),
+    (False, True): RunMode("bytes, fused", "call, replayed", in_cuda_graphs=True),
+    (True, True): RunMode("bytes, compiled", "call, replayed", in_cuda_graphs=True),
 }
-AS_IT_IS, CAPTURED = Way("bytes", "call"), Way("bytes", "call, captured")
+ORIGINAL, CAPTURED = RunMode("bytes", "call"), RunMode("bytes", "call, captured")
 
 # Seconds per unit, as printed by benchmarks/fit_cost.py. The time of an odd product is measured on a head of
 # 50,257 rows, forward and backward (docs/benchmarks.md); a forward alone takes 1.3 times as long. The CPU
@@ -268,9 +270,9 @@ NOTE = (
 )
 
 
-def way_of(options: Options) -> Way:
+def run_mode_of(options: Options) -> RunMode:
     """Return the execution mode that these options request."""
-    return AS_IT_IS if options.run_original else WAYS[bool(options.compile), options.graphs]
+    return ORIGINAL if options.run_original else RUN_MODES[bool(options.compile), options.graphs]
 
 
 def unknown(plans: Sequence[tuple[str, Plan]], options: Options) -> str | None:
@@ -295,11 +297,11 @@ def predicted_classes(
     plans: Sequence[tuple[str, Plan]], options: Options, precision: PrecisionPlan | None, training: bool
 ) -> dict[str, float]:
     """Return the seconds of a call by class of operations, and those in which the GPU waits for the CPU."""
-    works = works_of(plans, way_of(options), precision, training)
+    works = works_of(plans, run_mode_of(options), precision, training)
     found: Counter[str] = Counter()
-    for way, work in works:
-        found.update(way.gpu_classes(work, TIMES))
-    waiting = sum(way.cpu_seconds(work, TIMES) for way, work in works) - found.total()
+    for mode, work in works:
+        found.update(mode.gpu_classes(work, TIMES))
+    waiting = sum(mode.cpu_seconds(work, TIMES) for mode, work in works) - found.total()
     return {kind: seconds for kind, seconds in {**found, WAITING: waiting}.items() if seconds > 0}
 
 
@@ -315,7 +317,7 @@ def priced(
     Args:
         path: The path of the captured module.
     """
-    asked, products = way_of(options), product_paths(plan)
+    asked, products = run_mode_of(options), product_paths(plan)
     runs = _run_mode(plan, asked, precision)
     canonical: dict[str, list[fx.Node]] = {}
     for node in plan.before.nodes:
@@ -324,14 +326,14 @@ def priced(
         ours = [node for name in outcome.inside for node in canonical.get(name, ())]
         work = sum(map(computed, ours), Work())
         before = sum((moved_bytes(plan.by_name[name]) for name in outcome.inside), work)
-        before = sum(_odd_products(ours, plan, AS_IT_IS), before)
+        before = sum(_odd_products(ours, plan, ORIGINAL), before)
         after = sum(map(moved_bytes, ours), work)
-        way = runs if outcome.status == "fused" else _run_mode(plan, asked, precision, added=ours)
-        after = sum(_odd_products(ours, plan, way, pads=outcome.rule == _PADS), after)
-        in_fp8 = precision is not None and way is not CAPTURED
+        mode = runs if outcome.status == "fused" else _run_mode(plan, asked, precision, added=ours)
+        after = sum(_odd_products(ours, plan, mode, pads=outcome.rule == _PADS), after)
+        in_fp8 = precision is not None and mode is not CAPTURED
         if in_fp8 and site in products and _is_in_recipe(path, products[site], precision):
-            after = sum(_site_in_fp8(site, precision, way.in_cuda_graphs), after)
+            after = sum(_site_in_fp8(site, precision, mode.in_cuda_graphs), after)
         calls = 1 + BACKWARD * training
-        seconds, fused = calls * AS_IT_IS.gpu_seconds(before, TIMES), calls * way.gpu_seconds(after, TIMES)
+        seconds, fused = calls * ORIGINAL.gpu_seconds(before, TIMES), calls * mode.gpu_seconds(after, TIMES)
         known = fused < seconds if outcome.status == "refused" else site is not None
         yield replace(outcome, seconds=seconds, fused_seconds=fused) if known else outcome
