@@ -23,7 +23,7 @@ class RanksError(RuntimeError):
 
 @suggests
 def check_ranks(converted: nn.Module, mesh: DeviceMesh | None = None, group: Any = None) -> None:
-    """Raise on every rank of the group unless all ranks converted the same model in the same way.
+    """Raise on every rank of the group if the ranks' models, options or versions differ.
 
     Call it after convert(), before the model is wrapped or sharded. It runs one small collective. Without
     this check, ranks with different models, recipes, meshes or packages would hang in the first large

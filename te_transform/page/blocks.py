@@ -18,10 +18,12 @@ from te_transform.report.places import listed, unnumbered
 
 @dataclass(frozen=True)
 class Block:
-    """A part of the model before and after; `paths` are the module paths of all parts that are equal in both.
+    """A part of the model before and after the conversion.
 
-    `refused` are the refused sites of the part, with their paths relative to it. `sources` are the numbers of
-    the blocks whose values it reads.
+    Attributes:
+        paths: the module paths of all parts that are equal on both sides.
+        refused: the refused sites of the part, with their paths relative to it.
+        sources: the numbers of the blocks whose values the part reads.
     """
 
     paths: tuple[str, ...]
@@ -40,7 +42,7 @@ class Block:
 
 
 def blocks_of(parts: Iterable[Part], refused: Sequence[Outcome] = ()) -> list[Block]:
-    """Return the blocks of all captured graphs in the order of data flow; equal pieces become one block."""
+    """Return the blocks of all captured graphs, in the order of data flow. Equal pieces are one block."""
     alike: dict[tuple, list[DrawnPiece]] = {}
     told: dict[tuple, tuple[Outcome, ...]] = {}
     for part in parts:
@@ -70,7 +72,7 @@ def blocks_of(parts: Iterable[Part], refused: Sequence[Outcome] = ()) -> list[Bl
 def _refused_in(
     piece: DrawnPiece, pieces: Sequence[DrawnPiece], refused: Iterable[Outcome]
 ) -> Iterator[Outcome]:
-    """Yield the refused sites in a piece, with paths relative to it; the innermost piece has the site."""
+    """Yield the refused sites in a piece, with relative paths. A site belongs to the innermost piece."""
     others = [other.paths[0] for other in pieces if len(other.paths[0]) > len(piece.paths[0])]
     first = next(other for other in pieces if other.path == piece.path)
     for site in refused:

@@ -16,7 +16,7 @@ _DYNAMO_AFFIXES = re.compile(r"^[lL]_(kwargs_|args_)?|_$")  # dynamo's prefixes 
 
 
 def argument_text(node: fx.Node) -> str:
-    """Return the name of a graph input in a call of the model, "input 1" for an argument without a name."""
+    """Return the name of a graph input in a call of the model, or "input 1" if it has no name."""
     name = _DYNAMO_AFFIXES.sub("", node.name)
     return f"input {name}" if name.isdecimal() else name
 

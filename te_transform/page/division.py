@@ -14,7 +14,7 @@ from te_transform.plan.assign import path_below
 from te_transform.report.drawing import Part, module_text
 
 Side = Literal["before", "after"]
-_MANY = 2  # operations that make a numbered module without modules inside a layer
+_MANY = 2  # the least operations of a layer: a numbered module without modules inside
 
 
 @dataclass(eq=False)
@@ -38,9 +38,9 @@ class DrawnPiece:
 def divided(part: Part) -> list[DrawnPiece]:
     """Return the pieces of a captured graph, in the order of data flow.
 
-    Each layer, a numbered module, is a piece; so is each module beside the layers, such as an embedding. Code
-    of a model that runs before its layers is another piece than code that runs after them. A graph without
-    layers is one piece.
+    Each layer, which is a numbered module, is a piece, and each module beside the layers, such as an
+    embedding. Code of a model before its layers and code after them are two pieces. A graph without layers is
+    one piece.
     """
     pairs = [pair for pair in paired(part.before, part.after) if pair.node.op != "placeholder"]
     layers = _layer_paths(pairs)
@@ -61,7 +61,7 @@ def divided(part: Part) -> list[DrawnPiece]:
 
 
 def _words(pair: NodePair) -> tuple[str, ...]:
-    """Return the words of a pair's path; the path of a fused op is that of its site."""
+    """Return the parts of a pair's path. A fused op has the path of its site."""
     outcome = pair.node.meta.get("outcome")
     path = module_text(pair.node) if outcome is None else outcome.path
     return tuple(path.split(".")) if path else ()

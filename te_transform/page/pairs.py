@@ -1,4 +1,4 @@
-"""NodePair each operation of the converted graph with the captured operations that it replaces."""
+"""Pair each operation of the converted graph with the captured operations that it replaces."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class NodePair:
 
     @property
     def node(self) -> fx.Node:
-        """The operation whose module has the pair."""
+        """The operation whose module the pair belongs to."""
         return (self.after or self.before)[0]
 
 
@@ -38,8 +38,8 @@ def shown_nodes(graph: fx.Graph) -> list[fx.Node]:
 def paired(before: fx.Graph, after: fx.Graph) -> list[NodePair]:
     """Return all operations of both graphs in pairs, in the order of data flow.
 
-    A fused op names the captured operations that it replaces; it has the items of its result in its pair.
-    Other operations have the same captured operation, or the same name.
+    A fused op is paired with the captured operations that it replaces, and with the items of its result.
+    Other operations are paired by their captured operation, or by their name.
     """
     pairs: dict[fx.Node, NodePair] = {}
     for place, node in enumerate(shown_nodes(after)):

@@ -30,8 +30,8 @@ class DrawnOperation:
         kind: "input" of the model, "port" to or from another block, "minor" for bookkeeping, "merged" for the
             parts of a merged product, "" for others.
         detail: the text that a click shows.
-        pair: a number that it shares with the operations that compute the same on the other side.
-        reads: the places of the operations that it reads, on the same side.
+        pair: the number of the pair, which the same computation has on the other side.
+        reads: the positions of the operations that it reads, on the same side.
     """
 
     title: str
@@ -44,7 +44,7 @@ class DrawnOperation:
 
 
 def _value_name(node: fx.Node) -> str:
-    """Return the name of a value in the model's code, without the number that tells it from others."""
+    """Return the name of a value in the model's code, without a trailing number."""
     return re.sub(r"_\d+$", "", node.meta.get("origin") or rule_of(node) or node.name)
 
 
@@ -63,7 +63,7 @@ class Sketch:
         home: the number of the block and the pair of each operation of the model.
         names: of all blocks.
         pairs: the numbers of the pairs and ports in the drawing.
-        sources: the numbers of the other blocks whose values this one reads.
+        sources: the numbers of the other blocks whose values this block reads.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class Sketch:
             same: the value in each piece.
             inside: the operations of each piece.
             pair: the number of the port.
-            place: the place of the value in the drawing.
+            place: the position of the value in the drawing.
         """
         readers = [u for node, own in zip(same, inside, strict=True) for u in node.users if u not in own]
         if not readers:
@@ -134,7 +134,7 @@ class Sketch:
 
 
 def _read_from_outside(nodes: Sequence[fx.Node]) -> list[fx.Node]:
-    """Return the values that operations read from others, without the model's tensors, in reading order."""
+    """Return the values that operations read from other blocks, without the model's tensors, in order."""
     own = {*nodes}
     sources = dict.fromkeys(source for node in nodes for source in node.all_input_nodes)
     return [source for source in sources if source not in own and not name_in_model(source)]

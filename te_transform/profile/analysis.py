@@ -85,7 +85,7 @@ class Analysis:
         return {kind: NS * found[kind] for kind in CLASSES if found[kind]}
 
     def parts(self) -> Iterator[PartTime]:
-        """Yield the parts of the step, the most expensive first; equal layers are one part."""
+        """Yield the parts of the step, the most expensive first. Equal layers are one part."""
         groups: dict[tuple[str, str, str], list[int]] = {}
         for number in sorted({number for number, _, _ in self.by_label}):
             groups.setdefault(alike(self.labels[number]), []).append(number)

@@ -28,7 +28,7 @@ _MASKING, _DROPPING = (
     ("add", "add_", "masked_fill", "masked_fill_", "where"),
     ("native_dropout", "bernoulli_"),
 )
-_DROPOUT = 0.1  # of trials with a dropout
+_DROPOUT = 0.1  # the probability in trials with a dropout
 _ASK_SDPA = (
     'call F.scaled_dot_product_attention; a model of transformers does with attn_implementation="sdpa", and '
     "te_transform.convert() fuses written-out attention"

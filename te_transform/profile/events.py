@@ -16,8 +16,8 @@ _OF_THE_DRIVER = re.compile(r"(?:cuda|cu|hip)[A-Z]")  # calls that launch kernel
 class Event:
     """An operation on the CPU, a range, a collective in the background, or a kernel on a GPU.
 
-    Times are in nanoseconds. `sequence` is the number of the autograd node that an operation of the forward
-    makes, or that a node of the backward has; `forward_thread` is above 0 for nodes of the backward.
+    Times are in nanoseconds. `sequence` is the number of an autograd node: of the node that a forward
+    operation makes, or of a node in the backward. `forward_thread` is above 0 for nodes in the backward.
     """
 
     name: str

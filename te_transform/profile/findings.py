@@ -26,11 +26,11 @@ FINDERS = (
 )
 
 
-_LEAST_IDEAL_SHARE = 0.01  # share of the step that operations need, to be told that no change gains
+_LEAST_IDEAL_SHARE = 0.01  # the share of the step from which operations get a finding without a gain
 
 
 def findings(found: Analysis, trials: Replacements) -> tuple[Finding, ...]:
-    """Return all findings, the largest gain first; changes that cost most are tried first."""
+    """Return all findings, the largest gain first. The most expensive operations are tried first."""
     groups: dict[tuple[object, ...], list[Suspect]] = {}
     for finder in FINDERS:
         for suspect in finder(found):

@@ -11,7 +11,7 @@ from te_transform.profile.classes import PRODUCT
 from te_transform.profile.suspect import Suspect
 from te_transform.profile.watch import Line, Watch, loops
 
-_LEAST_REPETITIONS = 48  # times that a line runs in one call of its module, to count as a loop over positions
+_LEAST_REPETITIONS = 48  # runs of a line in one call of its module from which it is a loop over positions
 _INDEXED_SUMS = ("index_add_", "index_add", "index_put_", "scatter_add_", "__setitem__")
 # functions in plain PyTorch for which packages have kernels
 _KERNELS = (
@@ -52,7 +52,7 @@ def _package(function: str) -> str | None:
 
 
 def _labels_of_experts(watch: Watch) -> dict[int, Line]:
-    """Return the labels of modules that choose rows, and add results into a tensor, several times a call."""
+    """Return the labels of modules that repeatedly choose rows and add results into a tensor in one call."""
     choosing = {line.label for line in watch.waits if line.called in ("nonzero", "where", "__getitem__")}
     summing = {
         line.label: line for line, number in watch.most.items() if line.called in _INDEXED_SUMS and number > 1
@@ -61,7 +61,7 @@ def _labels_of_experts(watch: Watch) -> dict[int, Line]:
 
 
 def expert_loop(found: Analysis) -> Iterator[Suspect]:
-    """Yield loops over experts; grouped products would save at most all that is no product."""
+    """Yield loops over experts. Grouped products save at most the time outside of products."""
     watch = found.recording.watch
     for label, line in _labels_of_experts(watch).items() if watch is not None else ():
         inside = found.under(found.labels[label].path)

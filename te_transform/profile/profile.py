@@ -30,7 +30,7 @@ from te_transform.report.report import Report
 from te_transform.reporting import report as report_of
 
 _EXCESS = 0.3  # of the step under the profiler, which a note tells
-_STEPS_OF_TRIALS = 2.0  # steps whose time the trials may take
+_STEPS_OF_TRIALS = 2.0  # the time limit of the trials, in steps
 
 
 @suggests
@@ -38,11 +38,12 @@ _STEPS_OF_TRIALS = 2.0  # steps whose time the trials may take
 def profile(model: nn.Module, batch: Any = None, *, plan: bool = True) -> Profile:
     """Run a few steps of `model` and report what each part costs, and what slows it down.
 
-    A step is a forward, and in training mode a backward from the loss, else from a scalar of the outputs. The
-    optimizer does not run. The model, its gradients, buffers, hooks, mode and the random state are restored.
-    The profile takes the time of about ten steps and half a second; the plan of convert() is extra.
+    A step is a forward and, in training mode, a backward from the loss, or from a scalar of the outputs if
+    there is no loss. The optimizer does not run. The model, its gradients, buffers, hooks, mode and the
+    random state are restored. The profile takes the time of about ten steps and half a second; the plan of
+    convert() is extra.
 
-    With several ranks, call it on each of them: the result also has the steps of all ranks.
+    With several ranks, call it on each rank. The result then also has the steps of all ranks.
 
     Args:
         model: Any module; it may be converted, compiled or wrapped. Its device and mode are kept.
@@ -125,7 +126,7 @@ def _ranks(seconds: float, exposed: float) -> tuple[RankTime, ...]:
 
 
 def _add_plan(profiled: Profile, model: nn.Module, samples: list[Inputs], found: Analysis) -> Profile:
-    """Add what convert() does with the model, or would do."""
+    """Add the plan of convert(), or the report of a converted model."""
     try:
         told = inspect(model, samples) if not runners(model) else _report_of(model)
     except Exception as error:  # convert() refuses models that can be profiled, such as wrapped ones

@@ -98,7 +98,7 @@ class SiteTime:
 
 @dataclass(frozen=True)
 class RankTime:
-    """The step of one rank: its seconds, and those of communication that no computation overlaps."""
+    """The step of one rank: its seconds, and the seconds of communication without overlap."""
 
     rank: int
     seconds: float
@@ -179,7 +179,7 @@ class Profile:
         return f"{seconds / self.profiled:.1%}" if self.profiled else ""
 
     def _parts(self) -> Table:
-        """Return the table of parts; small ones share the last line."""
+        """Return the table of parts. Small parts share the last line."""
         table = _profile_table("part", "class", ">time", ">share", ">backward", "mostly")
         small = [part for part in self.parts if part.seconds < _LEAST_PRINTED_SHARE * self.profiled]
         for part in self.parts:

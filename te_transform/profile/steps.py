@@ -52,7 +52,7 @@ class RecordedSteps:
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Return the first device of the model that is no CPU, else the CPU."""
+    """Return the first device of the model that is not a CPU, or the CPU."""
     devices = (tensor.device for tensor in (*model.parameters(), *model.buffers()))
     return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
 
@@ -91,7 +91,7 @@ def _profiled(model: nn.Module, ranges: Ranges, steps: _Steps) -> list[Event]:
         stack.enter_context(ranges.on())
         stack.enter_context(labeled_graphs(model, ranges))
         profiled = stack.enter_context(profiler(activities=activities, record_shapes=True))
-        with _RecordFunctionFast("te_transform.first"):  # the first range of a profiler takes milliseconds
+        with _RecordFunctionFast("te_transform.first"):  # the first range takes milliseconds
             torch.zeros(1, dtype=torch.float32, device="cpu").add_(1)
         steps.run(_RecordFunctionFast(STEP))
     return events_of(profiled)
@@ -99,7 +99,7 @@ def _profiled(model: nn.Module, ranges: Ranges, steps: _Steps) -> list[Event]:
 
 @contextmanager
 def _own_gradients(model: nn.Module) -> Iterator[None]:
-    """Keep gradients apart from those of the user, and hooks that may step an optimizer from running."""
+    """Keep the user's gradients unchanged, and do not run hooks that may step an optimizer."""
     parameters = [*model.parameters()]
     kept = [
         (p, p.grad, p.grad.detach().clone()) for p in parameters if p.grad is not None and p.grad._is_view()
@@ -115,7 +115,7 @@ def _own_gradients(model: nn.Module) -> Iterator[None]:
             held.update(was)
         for parameter, gradient in before:
             parameter.grad = gradient
-        for _, gradient, values in kept:  # buckets of DDP hold such gradients
+        for _, gradient, values in kept:  # DDP's buckets hold these gradients
             gradient.detach().copy_(values)
 
 

@@ -25,10 +25,10 @@ class Slice(NamedTuple):
 
 
 def slices_of(ops: Sequence[Op], events: Iterable[Event]) -> list[Slice]:
-    """Return the slices of a step; together they cover it exactly.
+    """Return the slices of a step, which cover it exactly.
 
-    If kernels ran on a GPU, its timeline counts: the newest kernel, a collective only while no other kernel
-    runs, and idle time as waiting. Otherwise the timeline of the CPU's thread counts.
+    If kernels ran on a GPU, its timeline is divided: each instant belongs to the newest kernel, to a
+    collective if no other kernel runs, or to waiting. Otherwise the timeline of the CPU's thread is divided.
 
     Args:
         ops: of the step; the step itself is first.
@@ -56,7 +56,7 @@ def _innermost(op: Op) -> Iterator[Slice]:
 
 
 def _exposed(slices: Iterable[Slice], collectives: Sequence[tuple[int, int]]) -> Iterator[Slice]:
-    """Cut slices in which the CPU computes nothing while a collective runs: they are communication."""
+    """Turn the parts of overhead in which a collective runs into communication."""
     first = 0
     for each in slices:
         while first < len(collectives) and collectives[first][1] <= each.start:
@@ -76,7 +76,7 @@ def _exposed(slices: Iterable[Slice], collectives: Sequence[tuple[int, int]]) ->
 
 
 class _Running(NamedTuple):
-    """A kernel that runs; the smallest one of several counts."""
+    """A running kernel. The smallest of several running kernels gets the time."""
 
     is_communication: bool
     newest_first: int

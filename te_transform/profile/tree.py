@@ -20,8 +20,8 @@ class Op:
         label: the number of its module's label.
         is_backward: True inside of an autograd node.
         kind: the class of the operation.
-        outer: the outermost operation around it that is no range, autograd node or compiled code. In the
-            backward: the operation of the forward that made the autograd node. None for ranges.
+        outer: the outermost operation around it, apart from ranges, autograd nodes and compiled code. In the
+            backward, the operation of the forward that made the autograd node. None for ranges.
         call: the range around it, or None.
         inside: the events inside it.
     """
@@ -41,7 +41,7 @@ class Op:
 
 
 def ops_of(events: Iterable[Event], labels: Sequence[Label]) -> list[Op]:
-    """Return the operations of the step on the CPU, in the order of their start; the step itself is first."""
+    """Return the operations of the step on the CPU by their start. The step itself is first."""
     on_cpu = [event for event in events if not (event.is_kernel or event.is_async)]
     step = next(event for event in on_cpu if event.name == STEP)
     during = [event for event in on_cpu if step.start <= event.start and event.end <= step.end]

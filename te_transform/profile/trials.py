@@ -26,9 +26,9 @@ class Replacement(NamedTuple):
     """A change to try.
 
     Attributes:
-        shapes: of the tensors that both functions get.
+        shapes: of the arguments of both functions.
         dtype: of the tensors.
-        before, after: the operation as it is, and as it would be.
+        before, after: the operation before and after the change.
         backward: True to time the backward as well.
     """
 
@@ -50,7 +50,7 @@ class Replacements:
     """Replacements on one device, within a limit of time.
 
     Attributes:
-        seconds: that are left.
+        seconds: the remaining time.
     """
 
     device: torch.device
@@ -58,7 +58,7 @@ class Replacements:
     found: dict[Any, float | None] = field(default_factory=dict)
 
     def share(self, trial: Replacement, taken: float) -> float | None:
-        """Return the time after the change as a share of the time before; None if it was not tried.
+        """Return the time after the change as a share of the time before, or None if it was not tried.
 
         Args:
             trial: the change.

@@ -20,7 +20,7 @@ _ASK_LAUNCH = (
 
 
 def host_sync(found: Analysis) -> Iterator[Suspect]:
-    """Yield calls that wait for the GPU; on a CPU they cost nothing, and are told for a run on a GPU."""
+    """Yield calls that wait for the GPU. On a CPU they cost nothing, and are reported for a later GPU."""
     costs: dict[int, int] = {}
     for op in found.forward():
         if op.outer is op and op.name in _WAITING_OPS:

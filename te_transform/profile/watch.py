@@ -127,7 +127,7 @@ def _hidden_by(mask: Tensor, rows: int, columns: int) -> str:
 
 
 def loops(most: Mapping[Line, int], least: int) -> Iterator[tuple[Line, int]]:
-    """Yield the most frequent line of each function that ran at least so often in one call of its module."""
+    """Yield each function's most frequent line, if it ran often enough in one call of its module."""
     best: dict[tuple[int, str, str], tuple[Line, int]] = {}
     for line, number in most.items():
         key = line.label, line.function, line.file

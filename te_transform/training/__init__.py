@@ -1,4 +1,4 @@
-"""Training techniques, each separate and off by default; te_transform itself never imports them."""
+"""Training techniques, each separate and off by default. The core of te_transform never imports them."""
 
 from typing import Any
 
@@ -27,7 +27,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import what needs transformers when it is first read."""
+    """Import the names that need transformers when they are first read."""
     if name in ("CurriculumCallback", "OneBitCallback"):
         from te_transform.training import trainer_callback
 

@@ -1,8 +1,8 @@
-"""Calls of whole blocks that are left out: FSDP gathers no parameters of a block that is not called.
+"""Skipped calls of whole blocks: FSDP does not gather the parameters of a block that is not called.
 
-What a block returns is learned from calls that run: the stream behind it, which a dropped block replaces by
-the stream in front of it, None, and arguments that it hands on. Until that is known of calls with such
-arguments, and where a block returns more, the block is called, and its graph leaves the layer out.
+The output of a dropped block is assembled from its arguments. Calls that run show the form of the output:
+one leaf is the stream after the block, and the other leaves are arguments or constants. A block is called as
+long as its form is unknown, or if it returns other values. Its graph then leaves the layer out.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 ends: ContextVar[tuple[Any, Any] | None] = ContextVar("ends", default=None)
-"""The stream in front of the last layer that ran as a graph of its own, and behind it."""
+"""The stream before and after the last layer that ran as a graph of its own."""
 
-_Form = tuple[TreeSpec, list[Any]]  # of what a block returns: a place among the arguments for each tensor
+_Form = tuple[TreeSpec, list[Any]]  # of an output: the position of an argument, or a constant, per leaf
 
 
 class BlockCalls:
-    """The forms of what the blocks of a model return, by block and by what tells their calls apart."""
+    """The forms of the outputs of a model's blocks, by block and by the structure of the arguments."""
 
     def __init__(self) -> None:
         self.forms: dict[tuple, _Form | None] = {}
 
     def passed(self, block: nn.Module, args: tuple, kwargs: dict) -> tuple[Any] | None:
-        """Return what a block returns that adds nothing, in a tuple, or None if that is not known."""
+        """Return the output of a block that adds nothing, in a tuple, or None if its form is unknown."""
         form = self.forms.get(_call_key(block, args, kwargs))
         if form is None:
             return None
@@ -36,7 +36,7 @@ class BlockCalls:
         return (tree_unflatten([given[place] if is_given else place for is_given, place in places], spec),)
 
     def learn(self, block: nn.Module, args: tuple, kwargs: dict, out: Any) -> None:
-        """Learn from a call what a block returns."""
+        """Learn the form of a block's output from a call."""
         noted, key = ends.get(), _call_key(block, args, kwargs)
         if noted is None or key in self.forms:
             return
@@ -47,7 +47,7 @@ class BlockCalls:
 
 
 def _position_of(leaf: Any, given: Sequence[Any], before: Any, behind: Any) -> tuple[bool, Any] | None:
-    """Return where a dropped block finds what it returns: the place of an argument, or a constant."""
+    """Return the source of one output of a dropped block: the position of an argument, or a constant."""
     wanted = before if leaf is behind else leaf
     if isinstance(wanted, Tensor):
         return next(((True, place) for place, held in enumerate(given) if held is wanted), None)
@@ -55,7 +55,7 @@ def _position_of(leaf: Any, given: Sequence[Any], before: Any, behind: Any) -> t
 
 
 def _call_key(block: nn.Module, args: tuple, kwargs: dict) -> tuple:
-    """Return what tells calls of a block apart, in the same way on all ranks: no sizes."""
+    """Return a key of a block's calls that is equal on all ranks: it contains no sizes."""
     leaves, spec = tree_flatten((args, kwargs))
     return (
         id(block),

@@ -26,8 +26,8 @@ class SequenceCurriculum:
         for batch in curriculum:
             ...
 
-    A batch is cut in the process that trains, when it leaves the loader. Its place in the order of batches
-    decides its length, so workers and pinned memory may run ahead. Other attributes are the loader's.
+    A batch is cut in the training process, when it leaves the loader. Its position among all batches
+    determines its length, so workers may load batches ahead. Other attributes are the loader's.
     """
 
     @suggests
@@ -48,29 +48,29 @@ class SequenceCurriculum:
         inputs: str | int | None = None,
         dims: Dims | None = None,
     ) -> None:
-        """Set up a curriculum; nothing of `loader` is read.
+        """Set up a curriculum. It does not read from `loader` yet.
 
         Args:
-            loader: a DataLoader or any iterable of batches; what accelerate's prepare() returned, not what it
-                was given. None for collate(), cut() and CurriculumCallback.
-            max_length: the length of the loader's sequences, in tokens, and of the curriculum's end.
-            total_steps: optimizer steps until max_length is reached; or
-            total_tokens: tokens until then, counted in positions, padding included, over all ranks.
-            min_length: of the first steps, a multiple of `bucket`, which it defaults to.
-            schedule: "linear"; "root", which grows by the square root; or for a discrete one a mapping from
-                the step or token to the length from there on.
-            bucket: lengths are multiples of it; 64 suits FP8 and CUDA graphs, 8 suits eager bf16.
-            reshape: True if the tokens behind the length become more rows, False if they are dropped.
-            longest_first: True if the first step of training has max_length, to reserve the memory for it.
-            accumulation: batches per optimizer step; all of a step have the same length.
-            ranks: data-parallel processes, for total_tokens; None for all of torch.distributed's.
+            loader: a DataLoader or any iterable of batches. With accelerate, pass the loader that prepare()
+                returned. None for collate(), cut() and CurriculumCallback.
+            max_length: the length of the loader's sequences, in tokens, and the last length.
+            total_steps: the number of optimizer steps until max_length is reached; or
+            total_tokens: the number of tokens until then, over all ranks, with padding.
+            min_length: the length of the first steps, a multiple of `bucket`; `bucket` by default.
+            schedule: "linear", "root" (grows with the square root), or a mapping from steps or tokens to the
+                length from that position on.
+            bucket: lengths are multiples of this number; 64 suits FP8 and CUDA graphs, 8 suits eager bf16.
+            reshape: True to turn the tokens after the length into more rows, False to drop them.
+            longest_first: True to give the first step max_length, which reserves its memory.
+            accumulation: the number of batches per optimizer step. All of them have the same length.
+            ranks: the number of data-parallel processes, for total_tokens; None for all of torch.distributed.
             inputs: the key or index of the inputs in a batch; None for "input_ids", or the first tensor of
                 [batch, sequence].
-            dims: sequence dimensions of tensors by key or index, where sizes do not tell them; () leaves a
-                tensor alone.
+            dims: the sequence dimensions of tensors by key or index, if sizes do not determine them. ()
+                leaves a tensor alone.
 
         Raises:
-            CurriculumError: an argument has a value that it cannot have, alone or next to the others.
+            CurriculumError: the value of an argument is invalid, by itself or with the other arguments.
         """
         by_tokens = total_tokens is not None
         if (total_steps is None) != by_tokens:
@@ -101,15 +101,15 @@ class SequenceCurriculum:
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """All lengths that batches can have, ascending: as many captures, compilations or CUDA graphs."""
+        """All lengths of batches, ascending. Each length is captured, compiled or recorded once."""
         return self.schedule.lengths
 
     def cut(self, batch: Any) -> Any:
-        """Return the next batch of training, cut to its length: contiguous, and pinned if it was.
+        """Return the next training batch, cut to its length. Its tensors are contiguous, and stay pinned.
 
         Raises:
-            CurriculumError: the batch has no inputs of [batch, sequence], other labels, or tensors whose
-                sequence dimension is not clear. The curriculum is where it was then.
+            CurriculumError: the batch has no inputs of [batch, sequence], labels of another length, or a
+                tensor with an unclear sequence dimension. The position of the curriculum is unchanged.
         """
         length = self.length if self.batches else self.schedule.length_at(self._position)
         if not self.cutter.reshape:
@@ -125,29 +125,29 @@ class SequenceCurriculum:
         return result
 
     def end_step(self) -> None:
-        """End an optimizer step that has fewer batches than `accumulation`, as the last of an epoch may."""
+        """End an optimizer step with fewer batches than `accumulation`, such as the last of an epoch."""
         if self.batches:
             self.step, self.batches = self.step + 1, 0
 
     def collate(self, function: Callable[[Any], Any] = default_collate) -> Callable[[Any], Any]:
-        """Return a collate_fn that cuts what `function` returns, for a training loader without workers.
+        """Return a collate_fn that cuts the batches of `function`, for a training loader without workers.
 
         Raises:
-            CurriculumError: when it is called in a worker, which cannot know the place of its batches.
+            CurriculumError: the collate_fn is called in a worker, which does not know the batches' position.
         """
         return _Collate(self, function)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the place in training, and the loader's state if it has one."""
+        """Return the position in training, and the loader's state if it has one."""
         state = {"step": self.step, "tokens": self.tokens, "batches": self.batches, "length": self.length}
         loader = self.loader.state_dict() if keeps_position(self.loader) else None
         return state | {"epoch_batches": self._epoch.batches, "loader": loader}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from state_dict(): a loader without a state skips the batches that the epoch has had.
+        """Resume from state_dict(). A loader without a state skips the epoch's earlier batches.
 
         Raises:
-            CurriculumError: the state is not one of a curriculum.
+            CurriculumError: the state does not come from a curriculum.
         """
         if missing := [name for name in COUNTS if not isinstance(state.get(name), int)]:
             raise CurriculumError(
@@ -186,7 +186,7 @@ class SequenceCurriculum:
 
     @property
     def ranks(self) -> int:
-        """The data-parallel processes that tokens are counted over."""
+        """The number of data-parallel processes whose tokens count."""
         if self._ranks is not None:
             return self._ranks
         return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
@@ -196,7 +196,7 @@ class SequenceCurriculum:
         return self.tokens if self.schedule.by_tokens else self.step
 
     def _check_padding(self, batch: Any) -> None:
-        """Raise if a row starts with padding; masks on a GPU, which the CPU would wait for, are read once."""
+        """Raise if a row starts with padding. Reads a mask on a GPU once, because the CPU waits for it."""
         for path, mask in tensors(batch):
             if not path.endswith("attention_mask") or mask.dim() != 2 or (mask.is_cuda and self._position):
                 continue
@@ -208,7 +208,7 @@ class SequenceCurriculum:
 
 
 class _Collate:
-    """The collate_fn of a curriculum; a class, for it is pickled where workers are spawned."""
+    """The collate_fn of a curriculum. It is a class because spawned workers pickle it."""
 
     def __init__(self, curriculum: SequenceCurriculum, function: Callable[[Any], Any]) -> None:
         self.curriculum, self.function = curriculum, function

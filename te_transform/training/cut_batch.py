@@ -17,16 +17,16 @@ Dims = Mapping[str | int, int | tuple[int, ...]]
 
 # the names of tensors that say how long the uncut sequences are
 _SIZES = re.compile(r"cu_?seq|seq_?lens?\b|max_?seq|max_length_[qk]$|^lengths?$")
-# the names of tensors that are as long as the inputs; so are the integers [batch, n] of a tuple
+# the names of tensors that are as long as the inputs, as are integers [batch, n] in a tuple
 _AS_LONG = re.compile(r"^((shift_)?labels|targets?|(attention|loss)_mask|(position|token_type)_ids|\d+)$")
 
 
 @dataclass(frozen=True)
 class Cutter:
-    """Cuts batches to a length, by truncating or by reshaping.
+    """A cutter of batches to a length, by truncating or by reshaping.
 
-    `inputs` names the tensor that has the sequences. `dims` has the sequence dimensions of tensors by their
-    names, where sizes alone do not tell them; () stands for a tensor to leave alone.
+    `inputs` is the name of the tensor with the sequences. `dims` has the sequence dimensions of tensors by
+    name, if sizes do not determine them. () leaves a tensor alone.
     """
 
     max_length: int
@@ -38,8 +38,8 @@ class Cutter:
         """Return `batch` with sequences of `length` tokens, in containers of its types, and its positions.
 
         Raises:
-            CurriculumError: there are no inputs of [batch, sequence, ...], they are longer than `max_length`,
-                labels have another length, or the sequence dimension of a tensor is not clear.
+            CurriculumError: the batch has no inputs of [batch, sequence, ...], inputs longer than
+                `max_length`, labels of another length, or a tensor with an unclear sequence dimension.
         """
         name, inputs = self.inputs_of(batch)
         rows, size = inputs.shape[:2]
@@ -110,14 +110,14 @@ class Cutter:
         return found
 
     def _declared(self, path: str) -> tuple[int, ...] | None:
-        """Return the dimensions that the caller declared for a tensor, None if there are none."""
+        """Return the dimensions that the caller declared for a tensor, or None."""
         name = _last(path)
         names = (path, name, int(name)) if name.isdigit() else (path, name)
         found = next((self.dims[each] for each in names if each in self.dims), None)
         return (found,) if isinstance(found, int) else found
 
     def _check_reshapes(self, path: str, tensor: Tensor, dims: tuple[int, ...], rows: int) -> None:
-        """Raise if a tensor belongs to the rows of the batch and cannot be divided as they are."""
+        """Raise if a tensor has one entry per row of the batch, and cannot be divided like the rows."""
         is_free = not dims and (self._declared(path) == () or tensor.shape[:1] != (rows,))
         if not is_free and (dims != (1,) or tensor.shape[0] != rows):
             raise CurriculumError(
@@ -127,7 +127,7 @@ class Cutter:
 
 
 def _sequence_dims(name: str, shape: torch.Size, rows: int, size: int) -> tuple[int, ...] | None:
-    """Return the dimensions of the sequence in a tensor of this shape, None if several readings fit."""
+    """Return the sequence dimensions of a tensor of this shape, or None if they are ambiguous."""
     last = len(shape) - 1
     if size not in shape or not shape:
         return ()
@@ -146,7 +146,7 @@ def _sequence_dims(name: str, shape: torch.Size, rows: int, size: int) -> tuple[
 
 
 def _check_dims(path: str, tensor: Tensor, dims: tuple[int, ...], size: int) -> tuple[int, ...]:
-    """Return the declared sequence dimensions of a tensor, which have to have the size of the inputs'."""
+    """Return the declared sequence dimensions of a tensor, after a check of their sizes."""
     if wrong := [dim for dim in dims if not -tensor.dim() <= dim < tensor.dim() or tensor.shape[dim] != size]:
         raise CurriculumError(
             f"expected dimension {wrong[0]} of {path} to have the {size} tokens of the inputs, got "
@@ -163,7 +163,7 @@ def _truncated(path: str, tensor: Tensor, dims: tuple[int, ...], length: int) ->
 
 
 def _reshaped_rows(path: str, tensor: Tensor, dims: tuple[int, ...], length: int) -> Tensor:
-    """Return [batch, sequence, ...] as [batch * rows, length, ...]; a rest below `length` is dropped."""
+    """Return [batch, sequence, ...] as [batch * rows, length, ...], without the incomplete last row."""
     if not dims:
         return tensor
     rows = tensor.shape[1] // length
@@ -172,17 +172,17 @@ def _reshaped_rows(path: str, tensor: Tensor, dims: tuple[int, ...], length: int
 
 
 def _restarted(positions: Tensor) -> Tensor:
-    """Return [rows, length] positions in which a sequence that goes on from the row before starts at 0."""
+    """Return positions [rows, length] that start at 0 in each row, also in the middle of a sequence."""
     breaks = positions[:, 1:] != positions[:, :-1] + 1
     breaks = torch.nn.functional.pad(breaks, (1, 0))
     return torch.where(breaks.cumsum(1) == 0, positions - positions[:, :1], positions)
 
 
 def _contiguous(part: Tensor) -> Tensor:
-    """Return a tensor in memory of its own order, pinned if it was.
+    """Return a contiguous tensor, pinned if the given one was.
 
-    A slice has the strides of the whole, on which compiled graphs have guards, and a copy of it to the GPU
-    would go through memory that is not pinned.
+    A slice has the strides of the whole tensor. Compiled graphs have guards on strides, and a copy of a slice
+    to the GPU goes through memory that is not pinned.
     """
     if part.is_contiguous():
         return part
@@ -224,7 +224,7 @@ def rebuilt(batch: Any, change: Callable[[str, Tensor], Tensor], path: str = "")
 
 
 def _batch_parts(batch: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield the parts of a container by their names, nothing of anything else."""
+    """Yield the parts of a container by their names, or nothing if the value is no container."""
     if isinstance(batch, Mapping):
         yield from batch.items()
     elif isinstance(batch, (tuple, list)):

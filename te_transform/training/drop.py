@@ -1,8 +1,8 @@
 """Progressive layer dropping (arXiv 2010.13369) over the captured graphs of a converted model.
 
-Layer l of L is kept in a step with probability p_l(t) = 1 - (l / L) * (1 - theta(t)), where
-theta(t) = (1 - theta) * exp(-gamma * t) + theta. A kept layer adds its branches divided by p_l; a dropped one
-adds nothing and runs no kernel.
+Layer l of L is kept in step t with probability p_l(t) = 1 - (l / L) * (1 - theta(t)). Here,
+theta(t) = (1 - theta) * exp(-gamma * t) + theta. A kept layer adds its branches divided by p_l. A dropped
+layer adds nothing and runs no kernel.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ log = logging.getLogger(__name__)
 class LayerDropping:
     """The schedule of a model whose layers are dropped: one draw for each layer and step.
 
-    A draw depends on the seed, the step and the layer alone. So all ranks draw alike, an activation
-    checkpoint repeats the draw of its forward, and a resumed run goes on as if it had not stopped. No global
+    A draw depends only on the seed, the step and the layer. All ranks therefore draw the same numbers, an
+    activation checkpoint repeats the draw of its forward, and a resumed run continues exactly. No global
     random state is read or changed.
 
     Attributes:
         layers: the paths of the layers that may be dropped, in order.
-        refused: the layers that never are, by path, with the reasons.
-        steps: calls of step() so far.
+        refused: the layers that are never dropped, by path, with the reasons.
+        steps: the number of calls of step().
     """
 
     def __init__(
@@ -54,14 +54,14 @@ class LayerDropping:
 
     @property
     def theta(self) -> float:
-        """Return theta(t) of this step: 1 in the first step, later the keep probability of the last layer."""
+        """Return theta(t) of this step, the keep probability of the last layer. It is 1 in the first step."""
         limit, gamma = self._settings["theta"], self._settings["gamma"]
         return (1 - limit) * math.exp(-gamma * self.steps) + limit
 
     def step(self) -> None:
-        """Begin the next step: call it once after each optimizer.step(), as a learning-rate scheduler.
+        """Begin the next step. Call this once after each optimizer.step(), like a learning-rate scheduler.
 
-        All forwards and backwards of a step, as of accumulated gradients, share the draws.
+        All forwards and backwards of a step share the draws, also if gradients are accumulated.
         """
         self.steps += 1
         self._has_run = False
@@ -79,7 +79,7 @@ class LayerDropping:
         return self.theta < 1
 
     def factor(self, path: str) -> float | None:
-        """Return what the branches of a layer are multiplied by in this step, or None if it is dropped.
+        """Return the factor of a layer's branches in this step, or None if the layer is dropped.
 
         Raises:
             RuntimeError: a checkpoint repeats a forward of an earlier step.
@@ -101,14 +101,14 @@ class LayerDropping:
         return 1 / keep if random.Random(key).random() < keep else None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint has to hold for the run to go on: the step and the settings."""
+        """Return the state for a checkpoint: the step and the settings."""
         return {"steps": self.steps, **self._settings}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what state_dict() returned.
+        """Resume from a state of state_dict().
 
         Raises:
-            OptionError: the state is not one of a LayerDropping.
+            OptionError: the state does not come from a LayerDropping.
         """
         needed, given = ", ".join(self.state_dict()), ", ".join(map(str, state))
         if set(state) != set(self.state_dict()):
@@ -136,10 +136,10 @@ def drop_layers(
     *,
     seed: int = 0,
 ) -> LayerDropping:
-    """Drop layers of a converted model at random in training, more of them as training goes on.
+    """Drop layers of a converted model at random in training. The number of dropped layers grows.
 
     Only calls in training mode with gradients drop layers. Evaluation, generation, verification and
-    checkpoints stay as they are. The first step drops nothing.
+    checkpoints do not change. The first step drops nothing.
 
         schedule = drop_layers(model, total_steps=10_000)
         for batch in batches:
@@ -147,12 +147,12 @@ def drop_layers(
             optimizer.step(), optimizer.zero_grad(), schedule.step()
 
     Args:
-        converted: what te_transform.convert() returned, or something that contains it.
-        total_steps: optimizer steps of the whole training.
-        theta: the limit of theta(t), in (0, 1]; the mean share of layers that run nears
-            1 - (1 - theta) * (L + 1) / (2 L). With 1 nothing is dropped.
-        gamma: how fast theta(t) falls, per step; None is 100 / total_steps, as in the paper.
-        seed: of the draws; give all ranks the same one.
+        converted: a model from te_transform.convert(), or a module that contains one.
+        total_steps: the number of optimizer steps of the whole training.
+        theta: the limit of theta(t), in (0, 1]. The mean share of layers that run approaches
+            1 - (1 - theta) * (L + 1) / (2 L). With 1, nothing is dropped.
+        gamma: the decay of theta(t) per step; None is 100 / total_steps, as in the paper.
+        seed: of the draws. Pass the same seed on all ranks.
 
     Returns:
         The schedule. Call its step() after each optimizer step, and save its state_dict() with the training
@@ -174,7 +174,7 @@ def drop_layers(
 
 
 def _check_schedule(total_steps: int, theta: float, gamma: float | None, seed: int) -> float:
-    """Return gamma, after a check of all numbers."""
+    """Check all numbers, and return gamma."""
     if not is_count(total_steps):
         raise OptionError(
             f"expected total_steps of 1 or more, got {total_steps!r}; pass the number of optimizer steps"
@@ -192,7 +192,7 @@ def _check_schedule(total_steps: int, theta: float, gamma: float | None, seed: i
 
 
 def _converted_with_runner(model: Any) -> tuple[nn.Module, Runner]:
-    """Return the converted model in `model`, and what it carries."""
+    """Return the converted model in `model`, and its runner."""
     check_module(model, "drop_layers")
     for module in model.modules():
         if (runner := runner_of(module)) is not None:
@@ -236,7 +236,7 @@ def _layers_and_refusals(model: nn.Module, runner: Runner) -> tuple[tuple[str, .
     """Return the paths of the layers in the graphs that were captured so far, and the reasons against others.
 
     Raises:
-        ModelError: there is none.
+        ModelError: no layer can be dropped.
     """
     layers: dict[str, None] = {}
     refused: dict[str, str] = {}
@@ -257,7 +257,7 @@ def _layers_and_refusals(model: nn.Module, runner: Runner) -> tuple[tuple[str, .
 
 
 def _depths(layers: Iterable[str]) -> dict[str, float]:
-    """Return l / L of each layer by path: an encoder and a decoder count by themselves, stages together."""
+    """Return l / L of each layer by path. Encoder and decoder are counted separately, stages together."""
     stacks: dict[str, list[str]] = defaultdict(list)
     for path in layers:
         stacks[re.sub(r"\d+", "", path)].append(path)

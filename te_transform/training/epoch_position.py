@@ -9,18 +9,18 @@ from typing import Any
 
 @dataclass
 class EpochPosition:
-    """The batches that a loader has had in an epoch.
+    """The number of batches that a loader has returned in an epoch.
 
     Attributes:
-        batches: of the current epoch handed out so far.
-        skipped: batches that the next iteration skips, after a resume.
+        batches: the number of batches of the current epoch.
+        skipped: the number of batches that the next iteration skips after a resume.
     """
 
     batches: int = 0
     skipped: int = 0
 
     def resume(self, loader: Any, batches: int, state: Any) -> None:
-        """Continue after so many batches of an epoch; `state` is the loader's own, or None."""
+        """Resume after this many batches of an epoch. `state` is the loader's own state, or None."""
         self.batches = batches
         if keeps_position(loader) and state is not None:
             loader.load_state_dict(state)
@@ -40,5 +40,5 @@ class EpochPosition:
 
 
 def keeps_position(loader: Any) -> bool:
-    """Return True if a loader has a state of its own; accelerate's have the method without one as well."""
+    """Return True if a loader has its own state. Loaders of accelerate may have only the method."""
     return hasattr(loader, "state_dict") and getattr(loader, "use_stateful_dataloader", True)

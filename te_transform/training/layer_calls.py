@@ -28,7 +28,7 @@ _WHOLE = "all layers run in this call"
 _NO_LAYERS = "no layer of the graph can be left out"
 
 _NOT_IN_CALL: Any = object()
-# the path of the module whose call runs in training; None in other calls, _NOT_IN_CALL outside of any
+# the path of the module in a training call, None in other calls, and _NOT_IN_CALL outside of calls
 _trained_layers: ContextVar[Any] = ContextVar("_trained_layers", default=_NOT_IN_CALL)
 
 
@@ -38,7 +38,7 @@ class LayerCalls:
     Args:
         model: the converted model.
         runner: of the model.
-        policy: is asked in each training call.
+        policy: decides in each training call.
     """
 
     def __init__(self, model: nn.Module, runner: Runner, policy: LayerPolicy):
@@ -57,7 +57,7 @@ class LayerCalls:
 
     @contextmanager
     def around(self, call: ModuleCall) -> Iterator[None]:
-        """Note whether the call trains, and of which module it is."""
+        """Note the path of the called module if the call trains."""
         token = _trained_layers.set(self._trained_path(call.role, call.module))
         try:
             yield
@@ -65,12 +65,12 @@ class LayerCalls:
             _trained_layers.reset(token)
 
     def learn(self, call: ModuleCall, out: Any) -> None:
-        """Learn what a block returns, from a training call that has run."""
+        """Learn the form of a block's output from a training call that has run."""
         if call.is_block and self._trained_path(call.role, call.module) is not None:
             self.block_calls.learn(call.module, tuple(call.args), dict(call.kwargs), out)
 
     def executor(self, graph: CapturedGraph) -> LayeredGraph:
-        """Return what runs a captured graph in layers."""
+        """Return the executor that runs a captured graph in layers."""
         if graph not in self.graphs:
             self.graphs[graph] = LayeredGraph(graph, self)
         return self.graphs[graph]
@@ -113,21 +113,21 @@ class LayerCalls:
 
 
 class LayeredGraph:
-    """Runs a captured graph without the layers that the policy leaves out.
+    """The executor that runs a captured graph without the layers that the policy leaves out.
 
     Args:
-        graph: that was captured.
-        calls: of the model whose graph it is.
+        graph: the captured graph.
+        calls: the calls of the graph's model.
     """
 
     name = "in layers"
 
     def __init__(self, graph: CapturedGraph, calls: LayerCalls):
         self.graph, self.calls = weakref.ref(graph), weakref.ref(calls)
-        self.layered: tuple[Layered | None] | None = None  # None before it is made
+        self.layered: tuple[Layered | None] | None = None  # None before the first call
 
     def refuse(self, call: CallContext) -> str | None:
-        """Return why all layers run."""
+        """Return why all layers run, or None."""
         if call.is_observed:
             return _ALL_LAYERS_OBSERVED
         calls, path = self.calls(), _trained_layers.get()
@@ -153,7 +153,7 @@ class LayeredGraph:
 
 
 def decide_on_layers(model: nn.Module, runner: Runner, policy: LayerPolicy | None) -> None:
-    """Ask `policy` about the layers of the model's training calls from now on; None runs all of them."""
+    """Let `policy` decide on the layers of the model's training calls. None runs all layers."""
     if isinstance(runner.extension, LayerCalls):
         runner.extension.detach(model)
     runner.extension = None if policy is None else LayerCalls(model, runner, policy)

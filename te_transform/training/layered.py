@@ -1,4 +1,4 @@
-"""A captured graph in layers that a call may leave out, for whoever decides on that."""
+"""A captured graph in layers, of which a call may leave out some."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class LayersNow:
 def layered_plan(
     plan_: Plan, options: Options, tell: Callable[[str], None]
 ) -> tuple[Plan, tuple[Layer, ...]] | None:
-    """Plan a captured graph with its layers marked; None if it has no layers that can be left out."""
+    """Plan a captured graph with marked layers. Return None if no layer can be left out."""
     found = residual(plan_)
     for reason in dict.fromkeys(found.refused.values()):
         paths = [path for path, why in found.refused.items() if why == reason]
@@ -74,7 +74,7 @@ def _never_trained(paths: Sequence[str]) -> str:
 
 
 class LayerFactors:
-    """The factors of layers as tensors, which are the same objects for as long as the factors are the same.
+    """The factors of layers as tensors. Equal factors in successive calls are the same objects.
 
     Args:
         layers: in the order of the factors.
@@ -85,7 +85,7 @@ class LayerFactors:
         self.last: dict[tuple[float, torch.dtype, torch.device], Tensor] = {}  # of the last call
 
     def tensors(self, factors: Sequence[float | None], device: torch.device) -> list[Tensor]:
-        """Return the factors as 0-dim tensors; a layer that is left out, without a factor, has 1."""
+        """Return the factors as 0-dim tensors, with 1 for layers that are left out."""
         keys = [
             (1.0 if factor is None else factor, dtype, device)
             for factor, dtype in zip(factors, self.dtypes, strict=True)
@@ -105,7 +105,7 @@ class Layered:
         plan_: of the graph.
         layers: in the order of the factors.
         run: runs the graph.
-        path_in: tells the path of the module that a call is of, by the names of parameters and arguments.
+        path_in: returns the path of the called module for the names of parameters and the arguments.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class Layered:
         self.ends = {marks[node]: place for place, node in enumerate(returned(graph)) if node in marks}
         self.weights = [[self.places[node.name] for node in layer.weights()] for layer in layers]
         self.in_recipe = any(getattr(site.fused, "in_fp8", False) for site in plan_.sites)
-        self.needs_zeros = False  # as in the forward that a checkpoint repeats
+        self.needs_zeros = False  # the same in the forward that a checkpoint repeats
 
     def __call__(self, now: LayersNow, arguments: Sequence[Any]) -> Any:
         above = self._path(now, arguments)
@@ -143,10 +143,10 @@ class Layered:
         return self._with_zeros(outputs, arguments, left_out)
 
     def _path(self, now: LayersNow, arguments: Sequence[Any]) -> str:
-        """Return the path of the module whose graph this is.
+        """Return the path of the module of this graph.
 
-        It is the module that is called, or one inside of it if a graph break, or the user's own code, stands
-        between the two.
+        It is the called module, or a module inside of it if the call has a graph break or runs the user's own
+        code in between.
         """
         if now.path in self.plan.modules:
             return now.path
@@ -154,14 +154,14 @@ class Layered:
         return self.plan.modules[0] if is_known else self.path_in(now.names, arguments)
 
     def _note_ends(self, arguments: Sequence[Any], outputs: Sequence[Any]) -> None:
-        """Note what the stream is in front of the graph and behind it, if the graph is a single layer."""
+        """Note the stream before and after the graph, if the graph is a single layer."""
         start, end = self.layers[0].start.name, self.layers[0].end.name
         found = self.places.get(start), self.ends.get(end)
         is_whole = len(self.layers) == 1 and None not in found
         ends.set((arguments[found[0]], outputs[found[1]]) if is_whole else None)
 
     def _with_zeros(self, outputs: Any, arguments: Sequence[Any], left_out: frozenset[int]) -> Any:
-        """Return outputs whose backward gives parameters of dropped layers zeros, if DDP waits for these."""
+        """Give the parameters of dropped layers zero gradients in the backward of the outputs, for DDP."""
         if not in_backward():
             self.needs_zeros = waits_for_all_gradients()
         if not (self.needs_zeros and left_out and torch.is_grad_enabled()):
@@ -177,11 +177,11 @@ class Layered:
 
 
 class _Zeros(torch.autograd.Function):
-    """Tensors as they are, whose backward gives zeros to the weights that are given beside them."""
+    """The identity of tensors. Its backward gives zero gradients to additional weights."""
 
     @staticmethod
     def forward(ctx: Any, number: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.set_materialize_grads(False)  # outputs without a gradient stay without
+        ctx.set_materialize_grads(False)  # outputs without a gradient get none
         ctx.like = [(held.shape, held.dtype, held.device) for held in tensors[number:]]
         return tuple(held.view_as(held) for held in tensors[:number])
 

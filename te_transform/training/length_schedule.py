@@ -1,4 +1,4 @@
-"""The length of training sequences as a function of the steps or tokens so far."""
+"""The length of training sequences as a function of the number of past steps or tokens."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class CurriculumError(ValueError):
 class LengthSchedule:
     """The lengths from `min_length` to `max_length`, reached after `total` steps or tokens.
 
-    s(t) = floor((t / total)^(1 / r) * (max_length - min_length) + min_length), rounded down to a multiple of
-    `bucket`, where r is 1 for "linear" and 2 for "root" (arXiv 2108.06084). A mapping has the length from
-    each step or token on. From `total` on the length is `max_length`. `by_tokens` is True if `total` is in
-    tokens. The length at 0 is `max_length` if `longest_first`.
+    The length is s(t) = floor((t / total)^(1 / r) * (max_length - min_length) + min_length), rounded down to
+    a multiple of `bucket`. r is 1 for "linear" and 2 for "root" (arXiv 2108.06084). A mapping has the length
+    from each step or token on. From `total` on, the length is `max_length`. `by_tokens` is True if `total` is
+    in tokens. With `longest_first`, the length at 0 is `max_length`.
     """
 
     min_length: int
@@ -54,7 +54,7 @@ class LengthSchedule:
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """All lengths that the schedule can have, ascending; in tokens, steps may skip some of them."""
+        """All lengths of the schedule, ascending. If it counts tokens, steps may skip lengths."""
         if isinstance(self.schedule, Mapping):
             return tuple(sorted({*self.schedule.values(), self.max_length}))
         positions, buckets = range(self.total + 1), range(self.min_length, self.max_length, self.bucket)
@@ -68,7 +68,7 @@ def length_schedule(
     """Return the schedule of these arguments of SequenceCurriculum.
 
     Raises:
-        CurriculumError: an argument has a value that it cannot have, alone or next to the others.
+        CurriculumError: the value of an argument is invalid, by itself or with the other arguments.
     """
     check_count("bucket", bucket)
     check_count("max_length", max_length)
@@ -96,17 +96,17 @@ def length_schedule(
 
 
 def check_count(name: str, value: Any) -> None:
-    """Raise unless an argument is a positive integer.
+    """Check that an argument is a positive integer.
 
     Raises:
-        CurriculumError: the value is another.
+        CurriculumError: the argument has another value.
     """
     if not is_count(value):
         raise CurriculumError(f"expected {name} of at least 1, got {value!r}; pass a positive integer")
 
 
 def _check_length(name: str, length: int, bucket: int) -> None:
-    """Raise unless `length` is one bucket or several."""
+    """Raise unless `length` is a positive multiple of the bucket."""
     if length < bucket:
         raise CurriculumError(
             f"expected {name} of at least one bucket of {bucket} tokens, got {length}; pass "

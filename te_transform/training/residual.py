@@ -1,7 +1,8 @@
-"""Residual layers of a captured graph: x + f(norm(x)), found by what the operations compute, not by names.
+"""Residual layers of a captured graph: x + f(norm(x)), found by their operations, not by names.
 
-A branch reads the stream through a norm alone. Successive branches that one module of a list adds are one
-layer: its attention and its MLP. Branches that read one norm, or one value of the stream, may be parallel.
+A branch reads the stream only through a norm. Successive branches that are added in the same module of a list
+form one layer: its attention and its MLP. Branches that read the same norm, or the same value of the stream,
+may be parallel.
 """
 
 from __future__ import annotations
@@ -63,11 +64,11 @@ class Layer:
     """The branches of one layer, as nodes of the captured graph.
 
     Attributes:
-        path: of the module that adds the branches; "#n" for branch n of those that no module of a list adds.
-        start: the stream in front of the layer.
-        end: the stream behind it.
-        branches: each sum, with the operand that is the branch.
-        inside: what depends on `start` and is needed for `end`.
+        path: of the module that adds the branches; "#n" for the nth branch outside of modules of a list.
+        start: the stream before the layer.
+        end: the stream after the layer.
+        branches: each sum, with its operand that is the branch.
+        inside: the nodes that depend on `start` and that `end` needs.
     """
 
     path: str
@@ -77,7 +78,7 @@ class Layer:
     inside: frozenset[fx.Node]
 
     def weights(self) -> set[fx.Node]:
-        """Return the parameters that the layer reads; a table whose rows all layers get is none."""
+        """Return the parameters that only this layer reads. A table with rows for all layers is excluded."""
         found = {read for node in self.inside for read in node.all_input_nodes} - self.inside
         while views := {
             node for node in found if node.op != "placeholder" and len(node.all_input_nodes) == 1
@@ -119,7 +120,7 @@ def residual(plan: Plan) -> Residual:
 
 
 def _sums(graph: fx.Graph) -> dict[fx.Node, tuple[fx.Node, fx.Node]]:
-    """Return the sums of a stream and a branch, in order, each with both."""
+    """Return the sums of a stream and a branch, in order, each with its stream and branch."""
     sums: dict[fx.Node, tuple[fx.Node, fx.Node]] = {}
     for node in graph.nodes:
         for stream, branch in _stream_and_branch(node):
@@ -130,7 +131,7 @@ def _sums(graph: fx.Graph) -> dict[fx.Node, tuple[fx.Node, fx.Node]]:
 
 
 def _stream_and_branch(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """Yield stream and branch, and the two swapped, if the node may add them."""
+    """Yield both orders of a sum's operands: stream and branch, branch and stream."""
     if node.target is not torch.add or node.kwargs or len(node.args) != 2:
         return
     if all(map(is_tensor_node, node.args)):
@@ -140,7 +141,7 @@ def _stream_and_branch(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
 
 
 def _stream(node: fx.Node, sums: dict[fx.Node, tuple[fx.Node, fx.Node]]) -> list[fx.Node]:
-    """Return the values of the stream up to `node`, the first one last."""
+    """Return the values of the stream up to `node`, in reverse order."""
     values = [node]
     while (before := _before(values[-1], sums)) is not None:
         values.append(before)
@@ -148,7 +149,7 @@ def _stream(node: fx.Node, sums: dict[fx.Node, tuple[fx.Node, fx.Node]]) -> list
 
 
 def _before(node: fx.Node, sums: dict[fx.Node, tuple[fx.Node, fx.Node]]) -> fx.Node | None:
-    """Return the value of the stream before a sum or a reshape of it, None at the first value."""
+    """Return the value of the stream before a sum or a reshape, or None for the first value."""
     return node.args[0] if node.target is torch.reshape else sums[node][0] if node in sums else None
 
 
@@ -191,7 +192,7 @@ def _sums_by_layer(plan: Plan, sums: dict[fx.Node, Any]) -> Iterator[tuple[str, 
         classes[path.rpartition(".")[0]].add(kind)
     group: list[fx.Node] = []
     numbers = count(1)
-    is_block = plan.modules[0] != ""  # captured by itself
+    is_block = plan.modules[0] != ""  # captured separately
     paths = {
         node: _layer_path(stack, classes, is_block) or ("" if is_block else f"#{next(numbers)}")
         for node, stack in stacks.items()
@@ -207,10 +208,10 @@ def _sums_by_layer(plan: Plan, sums: dict[fx.Node, Any]) -> Iterator[tuple[str, 
 
 
 def _layer_path(stack: Sequence[tuple[str, str]], classes: dict[str, set[str]], is_block: bool) -> str:
-    """Return the path of the layer that a sum belongs to, "" for a block that is captured by itself.
+    """Return the path of a sum's layer, or "" for a block that is captured separately.
 
-    It is the innermost module whose list has one class. T5's layers hold lists of several classes: without
-    a list of one class it is the outermost module of a list.
+    The layer is the innermost module in a list whose modules have the same class. Without such a list, it is
+    the outermost module of a list: T5's layers hold lists of several classes.
     """
     of_lists = [path for path, _ in reversed(stack) if _NUMBERED_PATH.match(path)]
     outermost = of_lists[-1] if of_lists and not is_block else ""
@@ -272,7 +273,7 @@ def _branch_operand(node: fx.Node, stream: fx.Node, branch: fx.Node) -> fx.Node 
 
 
 def _nodes_between(start: fx.Node, end: fx.Node) -> set[fx.Node]:
-    """Return what depends on `start` and is needed for `end`, with writes to such values."""
+    """Return the nodes that depend on `start` and that `end` needs, with writes to their values."""
     inside: set[fx.Node] = set()
     writing = [node for node in end.graph.nodes if start < node < end and writes(node)]
     roots = [end]
@@ -288,7 +289,7 @@ def _nodes_between(start: fx.Node, end: fx.Node) -> set[fx.Node]:
 
 
 def _why_not_dropped(live: set[fx.Node], start: fx.Node, end: fx.Node, inside: set[fx.Node]) -> str | None:
-    """Return why a layer cannot be left out, or None; `live` is what the output of the graph needs."""
+    """Return why a layer cannot be left out, or None. The graph's output needs the `live` nodes."""
     for node in sorted(inside - {end}):
         if any(user in live and user not in inside for user in node.users):
             return READ_OUTSIDE
@@ -306,14 +307,14 @@ def _why_not_dropped(live: set[fx.Node], start: fx.Node, end: fx.Node, inside: s
 
 
 def _live(graph: fx.Graph) -> set[fx.Node]:
-    """Return what the output needs, or a write."""
+    """Return the nodes that the output or a write needs."""
     return computed_from(
         node for node in graph.nodes if node.op == "output" or writes(node) or changes_state(node)
     )
 
 
 def _post_norms(graph: fx.Graph) -> Iterable[str]:
-    """Yield the paths of sums whose one operand is computed from the other."""
+    """Yield the paths of sums of which an operand is computed from the other operand."""
     for node in graph.nodes:
         for stream, branch in _stream_and_branch(node):
             if branch > stream and stream in computed_from([branch], partial(_is_out_of, stream)):

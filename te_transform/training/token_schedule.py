@@ -1,4 +1,4 @@
-"""Learning rates that decay by tokens, for steps that have different numbers of them."""
+"""Learning rates that decay by tokens, for steps with different numbers of tokens."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from te_transform.training.length_schedule import CurriculumError, check_count
 
 
 class CountsTokens(Protocol):
-    """A SequenceCurriculum, or anything else that has the number of tokens so far."""
+    """A SequenceCurriculum, or another object with the number of past tokens."""
 
     @property
     def tokens(self) -> int:
-        """The tokens so far."""
+        """The number of past tokens."""
         ...
 
 
 class TokenSchedule(LRScheduler):
-    """A torch scheduler whose steps are each a number of tokens; the learning rate's warm-up counts steps.
+    """A torch scheduler that steps once per number of tokens. The warm-up of the rate counts optimizer steps.
 
         cosine = CosineAnnealingLR(optimizer, 3000)
         scheduler = TokenSchedule(cosine, tokens_per_step=2**19, source=curriculum)
         scheduler.step()  # after each step of the optimizer
 
-    The scheduler has ended when 3000 * 2**19 tokens have been seen, however many steps they took.
+    This schedule ends after 3000 * 2**19 tokens, in any number of steps.
     """
 
     @suggests
@@ -41,15 +41,15 @@ class TokenSchedule(LRScheduler):
         """Make `scheduler` count tokens.
 
         Args:
-            scheduler: any that counts its calls, which nothing else steps from now on.
-            tokens_per_step: the tokens of one step of `scheduler`: those of a step with full sequences, over
+            scheduler: a scheduler that counts its calls. No other code may step it from now on.
+            tokens_per_step: the number of tokens per step of `scheduler`: a step with full sequences, over
                 all ranks.
-            warmup_steps: optimizer steps over which learning rates grow linearly; step n of them has
+            warmup_steps: the number of optimizer steps in which learning rates grow linearly. Step n has
                 n / warmup_steps of the scheduler's rate.
-            source: what counts tokens; None if step() is called with their number.
+            source: the object that counts tokens; None if step() receives their number.
 
         Raises:
-            CurriculumError: an argument has a value that it cannot have; learning rates are unchanged then.
+            CurriculumError: the value of an argument is invalid. Learning rates are unchanged.
         """
         if not isinstance(scheduler, LRScheduler) or isinstance(scheduler, ReduceLROnPlateau):
             raise CurriculumError(
@@ -68,8 +68,8 @@ class TokenSchedule(LRScheduler):
         self.scheduler, self.source = scheduler, source
         self.tokens_per_step, self.warmup_steps = tokens_per_step, warmup_steps
         self.tokens = source.tokens if source is not None else 0
-        self.start = self.tokens  # tokens before the first step of `scheduler`
-        self.steps = self.ticks = 0  # optimizer steps so far, and steps of `scheduler`
+        self.start = self.tokens  # the number of tokens before the first step of `scheduler`
+        self.steps = self.ticks = 0  # past optimizer steps, and past steps of `scheduler`
         self._rates = self._current()
         self._set_rates()
 
@@ -79,12 +79,12 @@ class TokenSchedule(LRScheduler):
         return self.scheduler.optimizer
 
     def step(self, tokens: int | None = None) -> None:
-        """Count one optimizer step with `tokens` tokens, None for those that the source has counted since.
+        """Count one optimizer step with `tokens` tokens, or None for the new tokens of the source.
 
-        Without new tokens a call counts nothing: accelerate calls this once for each process.
+        Without new tokens, a call counts nothing: accelerate calls this method once per process.
 
         Raises:
-            CurriculumError: `tokens` is missing and there is no source, or it is no number of tokens.
+            CurriculumError: `tokens` is invalid, or missing without a source.
         """
         if tokens is None and self.source is None:
             raise CurriculumError(
@@ -117,7 +117,7 @@ class TokenSchedule(LRScheduler):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from state_dict(), beside the optimizer's own state."""
+        """Resume from state_dict(). The optimizer has a state of its own."""
         for name in ("tokens", "start", "steps", "ticks"):
             setattr(self, name, state[name])
         self._rates = list(state["rates"])
@@ -128,14 +128,14 @@ class TokenSchedule(LRScheduler):
         return [float(group["lr"]) for group in self.optimizer.param_groups]
 
     def _set_rates(self, warm: bool = True) -> None:
-        """Set the scheduler's rates, times the part that the warm-up has reached if `warm`."""
+        """Set the scheduler's rates, multiplied by the progress of the warm-up if `warm`."""
         part = min(1.0, (self.steps + 1) / self.warmup_steps) if self.warmup_steps and warm else 1.0
         for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
             _assign(group, rate * part)
 
 
 def _assign(group: dict[str, Any], rate: float) -> None:
-    """Set a learning rate; a tensor, which CUDA graphs read, is filled."""
+    """Set a learning rate. A rate that is a tensor is filled, because CUDA graphs read it."""
     if hasattr(group["lr"], "fill_"):
         group["lr"].fill_(rate)
     else:

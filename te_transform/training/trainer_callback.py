@@ -1,4 +1,4 @@
-"""Callbacks for transformers' Trainer; the only file of te_transform.training that imports transformers."""
+"""Callbacks for transformers' Trainer. No other file of te_transform.training imports transformers."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from te_transform.training.length_schedule import CurriculumError
 from te_transform.training.one_bit.checks import OneBitError
 from te_transform.training.one_bit.optimizer import OneBitOptimizer
 
-SAVED_AS = "SequenceCurriculum"  # where Trainer's state, and so its checkpoints, keep the curriculum's
+SAVED_AS = "SequenceCurriculum"  # the key of the curriculum's state in Trainer's state and checkpoints
 
 
 class CurriculumCallback(TrainerCallback):
-    """Cuts the training batches of a Trainer with any dataset, collator and workers, and none of evaluation.
+    """The callback that cuts the training batches of a Trainer, with any dataset, collator and workers.
 
         curriculum = SequenceCurriculum(max_length=1024, total_steps=3000)
         trainer.add_callback(CurriculumCallback(curriculum, trainer))
 
-    Batches are cut where Trainer collects those of one optimizer step, before it counts their labels. The
-    step is Trainer's, and checkpoints have the curriculum's state. Logs have `sequence_length`.
+    Batches are cut when Trainer collects the batches of an optimizer step, before it counts labels. Trainer
+    counts the steps. Checkpoints contain the curriculum's state, and logs contain `sequence_length`.
     """
 
     def __init__(self, curriculum: SequenceCurriculum, trainer: Any) -> None:
-        """Cut what `trainer` trains on as long as it has this callback.
+        """Cut the training batches of `trainer` as long as it has this callback.
 
         Raises:
-            CurriculumError: the curriculum has a loader of its own, is another trainer's, or accumulates.
+            CurriculumError: the curriculum has its own loader, belongs to another trainer, or accumulates.
         """
         if not isinstance(curriculum, SequenceCurriculum):
             raise CurriculumError(
@@ -66,7 +66,7 @@ class CurriculumCallback(TrainerCallback):
         return collected
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Start anew, or go on where a checkpoint was."""
+        """Start at the first step, or at the step of a checkpoint."""
         self.curriculum.load_state_dict(dict.fromkeys(COUNTS, 0))
         if saved := state.stateful_callbacks.get(SAVED_AS):
             self.curriculum.load_state_dict(saved)
@@ -78,7 +78,7 @@ class CurriculumCallback(TrainerCallback):
         self.curriculum.step = state.global_step
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Keep the curriculum's state where the next checkpoint takes it from."""
+        """Store the curriculum's state for the next checkpoint."""
         self.curriculum.step = state.global_step
         state.stateful_callbacks[SAVED_AS] = self.curriculum.state_dict()
 
@@ -89,16 +89,18 @@ class CurriculumCallback(TrainerCallback):
 
 
 class OneBitCallback(TrainerCallback):
-    """Registers a Trainer's 1-bit optimizer, and synchronizes ranks before a checkpoint or an evaluation.
+    """The callback that registers a Trainer's 1-bit optimizer.
+
+    It synchronizes the ranks before a checkpoint or an evaluation.
 
         trainer = Trainer(model, arguments, optimizer_cls_and_kwargs=(OneBitAdam, {"lr": 1e-4}), ...)
         trainer.add_callback(OneBitCallback(trainer))
 
-    Trainer makes its DistributedDataParallel in train(), so register() cannot be called before.
+    Trainer makes its DistributedDataParallel in train(), so register() cannot run earlier.
     """
 
     def __init__(self, trainer: Any) -> None:
-        """Keep the trainer, which has its optimizer and its wrapped model from train() on."""
+        """Store the trainer. Its optimizer and its wrapped model exist from train() on."""
         self._trainer = trainer
         self._registered: nn.Module | None = None
 
@@ -106,7 +108,7 @@ class OneBitCallback(TrainerCallback):
         """Register the optimizer, if Trainer wrapped the model in DistributedDataParallel.
 
         Raises:
-            OneBitError: the optimizer is another one.
+            OneBitError: the trainer has another optimizer.
         """
         model = self._trainer.model_wrapped
         optimizer = self._optimizer()

@@ -1,4 +1,4 @@
-"""The spread of gradient norms as Adam's second moments have it."""
+"""The norms of Adam's second moments, a measure of the variance of gradients."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class VarianceNorms(NamedTuple):
 def variance_norms(optimizer: torch.optim.Optimizer) -> VarianceNorms:
     """Return the l1 norm and the largest element of sqrt(v), as arXiv 2108.06084 measures stability.
 
-    Reads `exp_avg_sq` in the optimizer's state, in fp32; DTensors are gathered, so all ranks call this. It
-    waits for the GPU: call it every so many steps.
+    `exp_avg_sq` of the optimizer's state is read in fp32. All ranks must call this function, because it
+    gathers DTensors. It waits for the GPU: do not call it in each step.
 
     Raises:
-        CurriculumError: the optimizer has no second moments, as 1-bit optimizers after the freeze.
+        CurriculumError: the optimizer has no second moments, such as a 1-bit optimizer after the freeze.
     """
     is_frozen = any(group.get("frozen") for group in optimizer.param_groups)
     states = [state["exp_avg_sq"] for state in optimizer.state.values() if "exp_avg_sq" in state]
@@ -40,5 +40,5 @@ def variance_norms(optimizer: torch.optim.Optimizer) -> VarianceNorms:
 
 
 def _full_tensor(value: Any) -> Tensor:
-    """Return all of a state that may be sharded."""
+    """Return the whole tensor of a state that may be sharded."""
     return value.full_tensor() if hasattr(value, "full_tensor") else value

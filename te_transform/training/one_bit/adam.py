@@ -15,12 +15,12 @@ from te_transform.training.one_bit import checks
 from te_transform.training.one_bit.layout import FlatLayout
 from te_transform.training.one_bit.optimizer import GradientsOf, OneBitOptimizer
 
-CHANGE = 0.04  # of the norm of the variance over 1 / (1 - beta2) steps, below which "auto" freezes it
-CHECKS = 10  # of that norm in as many steps
+CHANGE = 0.04  # the relative change of norm1(v) over 1 / (1 - beta2) steps below which "auto" freezes v
+CHECKS = 10  # the number of checks of norm1(v) in 1 / (1 - beta2) steps
 
 
 class OneBitAdam(OneBitOptimizer):
-    """Adam whose ranks exchange one bit for each number of a matrix, once the variance is frozen.
+    """Adam whose ranks exchange one bit per element of a matrix after the variance is frozen.
 
     Warm-up: bitwise torch.optim.AdamW (torch.optim.Adam without weight decay) on averaged gradients, for fp32
     weights. Then v is constant, and with u = m / (sqrt(v) + eps) and q the compressed mean over ranks:
@@ -28,20 +28,20 @@ class OneBitAdam(OneBitOptimizer):
         u = q(beta1 * u + (1 - beta1) * own gradient / (sqrt(v) + eps))
         p -= lr * (u + weight_decay * p)
 
-    The paper exchanges m instead of u. An exchange gives all elements one size, and those with a small v, in
-    rows of rare tokens, then take steps of any length. At the freeze, m and v are bias corrected for good.
-    Elements whose v is 0 get no update.
+    The paper exchanges m instead of u. An exchange gives all elements the same size. Elements with a small v,
+    such as rows of rare tokens, would then take steps of unlimited length. At the freeze, m and v are bias
+    corrected. Elements with v = 0 get no update.
 
     Args:
-        params: as in torch.optim.Optimizer; groups may have their own lr, betas, eps and weight_decay.
+        params: as in torch.optim.Optimizer. Groups may have their own lr, betas, eps and weight_decay.
         weight_decay: decoupled, as in AdamW, in both phases.
-        freeze_step: the number of warm-up steps, 15% to 25% of training; or "auto": until norm1(v) has
-            changed by less than 4% over 1 / (1 - beta2) steps in which the learning rate did not rise.
+        freeze_step: the number of warm-up steps, 15% to 25% of training. "auto" freezes v as soon as norm1(v)
+            changes by less than 4% over 1 / (1 - beta2) steps without a rise of the learning rate.
         process_group: the ranks; by default all.
 
     Raises:
-        OneBitError: there is no process group, parameters are sharded (FSDP, tensor parallelism), are not in
-            fp32, bf16 or fp16, or an option is out of range.
+        OneBitError: there is no process group, an option is out of range, or parameters are sharded (FSDP,
+            tensor parallelism) or not in fp32, bf16 or fp16.
     """
 
     _buffers = ("exp_avg", "exp_avg_sq")  # from the freeze on: u, and sqrt(v) + eps
@@ -93,7 +93,7 @@ class OneBitAdam(OneBitOptimizer):
         weights: dict[nn.Parameter, Tensor],
         gradients: GradientsOf,
     ) -> None:
-        """Take a step of torch.optim.AdamW; a fused one on a GPU if all weights are copies of 16 bits."""
+        """Take a step of torch.optim.AdamW. It is fused on a GPU if all weights are 16-bit copies."""
         momenta, variances, steps = self._views(present, "exp_avg", "exp_avg_sq", "step")
         is_fused = present[0].is_cuda and all(weights[p] is not p for p in present)
         adam(
@@ -113,7 +113,7 @@ class OneBitAdam(OneBitOptimizer):
             eps=group["eps"],
             maximize=False,
         )
-        if is_fused:  # it has counted on the GPU
+        if is_fused:  # the fused step counts on the GPU
             torch._foreach_add_(steps, 1)
 
     def _reset(self) -> None:
@@ -121,7 +121,7 @@ class OneBitAdam(OneBitOptimizer):
         self._has_unused = None
 
     def _is_steady(self, layout: FlatLayout) -> bool:
-        """Return True if the variance is to be frozen now; rank 0 decides for all."""
+        """Return True if the variance must be frozen now. Rank 0 decides for all ranks."""
         if self.freeze_step != "auto":  # torch.distributed.checkpoint makes a first step without gradients
             return self.steps >= self.freeze_step and self._norm_of_variance(layout).item() > 0
         span = math.ceil(1 / (1 - max(group["betas"][1] for group in self.param_groups)) - 1e-6)
@@ -147,7 +147,7 @@ class OneBitAdam(OneBitOptimizer):
         return rises
 
     def _norm_of_variance(self, layout: FlatLayout) -> Tensor:
-        """Return norm1 of the variance, bias corrected, in fp64."""
+        """Return the bias-corrected norm1 of the variance, in fp64."""
         total = torch.zeros((), dtype=torch.float64, device=layout.device)
         for index, group in enumerate(self.param_groups):
             for part in layout.parts(self._flat["exp_avg_sq"], index):
@@ -155,7 +155,7 @@ class OneBitAdam(OneBitOptimizer):
         return total
 
     def _freeze(self, layout: FlatLayout) -> None:
-        """Replace v, corrected, by sqrt(v) + eps, infinite where v is 0, and m by m over that."""
+        """Replace v by sqrt(v) + eps, or infinity for v = 0, and m by m / (sqrt(v) + eps), bias corrected."""
         self._correct(layout)
         self._to_denominator_(layout, self._flat["exp_avg_sq"])
         self._flat["exp_avg"].div_(self._flat["exp_avg_sq"])
@@ -168,7 +168,7 @@ class OneBitAdam(OneBitOptimizer):
                     state["exp_avg_sq"].div_(1 - group["betas"][1] ** step)
 
     def _to_denominator_(self, layout: FlatLayout, variance: Tensor) -> Tensor:
-        """Turn a flat variance into sqrt(v) + eps, infinite where v is 0."""
+        """Turn a flat variance into sqrt(v) + eps, or infinity for v = 0."""
         denominator = variance.masked_fill_(variance == 0, math.inf).sqrt_()
         for index, group in enumerate(self.param_groups):
             for part in layout.parts(denominator, index):
@@ -184,7 +184,7 @@ class OneBitAdam(OneBitOptimizer):
         return [layout.view(self._denominator, p) for p in parameters]
 
     def _clear_unused(self, layout: FlatLayout, values: Tensor) -> None:
-        """Set elements to 0 that had no gradient before the freeze: an exchange gives each of them a size."""
+        """Zero the elements without a gradient before the freeze. An exchange gives them a nonzero value."""
         denominator = self._denominator
         if self._has_unused is None:
             sizes = self._denominators(layout, list(layout.parameters))
@@ -201,7 +201,7 @@ class OneBitAdam(OneBitOptimizer):
                 self._descend(group, trained, weights)
 
     def _add_to_update(self, layout: FlatLayout, gradients: GradientsOf) -> None:
-        """Compute beta1 * u + (1 - beta1) * g / denominator; a parameter without a gradient adds zeros."""
+        """Compute beta1 * u + (1 - beta1) * g / denominator. A missing gradient counts as zeros."""
         self._decay(layout, "exp_avg")
         for group, own in zip(self.param_groups, layout.groups, strict=True):
             if present := [p for p in own if p in gradients]:
@@ -216,13 +216,13 @@ class OneBitAdam(OneBitOptimizer):
                 part.mul_(group["betas"][0])
 
     def _trained_groups(self, layout: FlatLayout) -> Iterator[tuple[dict[str, Any], list[nn.Parameter]]]:
-        """Yield each group with those of its parameters that have trained, if there are any."""
+        """Yield each group that has trained parameters, with these parameters."""
         for group, own in zip(self.param_groups, layout.groups, strict=True):
             if trained := [p for p in own if self._has_trained(p)]:
                 yield group, trained
 
     def _has_trained(self, parameter: nn.Parameter) -> bool:
-        """Return False for parameters without elements, or without a gradient on any rank in the warm-up."""
+        """Return False for empty parameters, and for parameters that got no gradient in the warm-up."""
         return parameter.numel() > 0 and self.state[parameter]["step"].item() > 0
 
     def _views(self, parameters: list[nn.Parameter], *names: str) -> list[list[Tensor]]:

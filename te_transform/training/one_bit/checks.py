@@ -1,4 +1,4 @@
-"""Refuse what the 1-bit optimizers cannot train, before anything changes."""
+"""Checks of the 1-bit optimizers, which raise before any parameter changes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class OneBitError(RuntimeError):
 
 
 def check_options(group: dict[str, Any]) -> None:
-    """Raise OneBitError for options of a parameter group out of range."""
+    """Raise OneBitError if an option of a parameter group is out of range."""
     for name in ("lr", "eps", "weight_decay"):
         if not float(group[name]) >= 0:
             raise OneBitError(f"expected {name} >= 0, got {group[name]!r}; pass a number from 0 on")
@@ -29,7 +29,7 @@ def check_options(group: dict[str, Any]) -> None:
 
 
 def check_steps(name: str, steps: Any) -> None:
-    """Raise OneBitError unless `steps` is an integer from 1 on."""
+    """Raise OneBitError unless `steps` is a positive integer."""
     if not is_count(steps):
         raise OneBitError(f"expected {name} to be a number of steps >= 1, got {steps!r}; pass an integer")
 
@@ -99,7 +99,7 @@ def check_ddp(model: Any, parameters: set[nn.Parameter], group: dist.ProcessGrou
 
 
 def check_reduced(parameters: list[nn.Parameter], reduced: set[nn.Parameter] | None) -> None:
-    """Raise OneBitError if a parameter trains that DDP does not average, because register() came before."""
+    """Raise OneBitError if DDP does not average a trained parameter, because register() came before."""
     if reduced is not None and (late := set(parameters) - reduced):
         raise OneBitError(
             f"expected the parameters that trained at register(), got {len(late)} more, whose gradients "
@@ -110,12 +110,13 @@ def check_reduced(parameters: list[nn.Parameter], reduced: set[nn.Parameter] | N
 def agree(parameters: list[nn.Parameter], averaged: list[Tensor], group: dist.ProcessGroup) -> bool:
     """Check at the first step that all ranks train the same parameters from the same weights.
 
-    Return True if the gradients `averaged` are the same on all ranks too. Sums of bits are compared, which do
-    not depend on the order of a sum.
+    The check compares sums of bits, which do not depend on the order of summation.
+
+    Returns:
+        True if the gradients are `averaged`: they are equal on all ranks too.
 
     Raises:
-        OneBitError: the ranks hold other parameters (as ZeroRedundancyOptimizer deals them out), or other
-            weights.
+        OneBitError: the ranks hold different parameters (ZeroRedundancyOptimizer), or different weights.
     """
     shapes = sum((i + 1) * p.numel() for i, p in enumerate(parameters))
     bits = [sum(_bits(tensor) for tensor in tensors) for tensors in (parameters, averaged)]
@@ -130,7 +131,7 @@ def agree(parameters: list[nn.Parameter], averaged: list[Tensor], group: dist.Pr
             "wrap the model in DistributedDataParallel, which broadcasts them, and leave out "
             "ZeroRedundancyOptimizer, which gives each rank a part of them to update"
         )
-    return gradients_agree and bool(own[2])  # gradients of zero, as checkpoint loaders set them, tell nothing
+    return gradients_agree and bool(own[2])  # zero gradients, as checkpoint loaders set them, prove nothing
 
 
 def _bits(tensor: Tensor) -> Tensor:

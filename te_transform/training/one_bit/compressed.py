@@ -1,4 +1,4 @@
-"""The mean over ranks of a flat buffer, of which signs and scales are exchanged, with error feedback.
+"""The compressed mean of a flat buffer over ranks, which exchange signs and scales, with error feedback.
 
 Section 4 of 1-bit Adam, arXiv 2102.02888. Each rank averages one chunk of the buffer for all ranks.
 """
@@ -49,7 +49,8 @@ class CompressedMean:
     def errors(self, is_gathered: bool) -> tuple[Tensor, Tensor]:
         """Return worker and server errors, fp32 [padded] each.
 
-        They are this rank's own, zero outside of its chunk; or, by a collective, the mean and those of all.
+        If `is_gathered`, collectives compute the mean of the worker errors and gather the server errors.
+        Otherwise both are this rank's own, and server errors are zero outside of its chunk.
         """
         worker, server = self.worker_error.clone(), torch.zeros_like(self.worker_error)
         server[self._chunk] = self.server_error
@@ -60,7 +61,7 @@ class CompressedMean:
         return worker, server
 
     def set_errors(self, worker: Tensor, server: Tensor) -> None:
-        """Set the errors to those of all chunks, fp32 [padded] each."""
+        """Set the errors from the errors of all chunks, fp32 [padded] each."""
         self.worker_error.copy_(worker)
         self.server_error.copy_(server[self._chunk])
 
@@ -86,7 +87,7 @@ class CompressedMean:
         real = self._layout.real(self._rank)
         self.server_error[real:].zero_()
         mean = tails[:, 1:].mean(0)
-        reply = messages[:1]  # all of them were read
+        reply = messages[:1]  # all messages were read, so their memory is free
         bits, tails = self._split(reply)
         tails[:, 0] = _compress_(self.server_error, bits, real)
         tails[:, 1:] = mean
@@ -99,7 +100,7 @@ class CompressedMean:
 
 
 def _compress_(values: Tensor, bits: Tensor, real: int) -> Tensor:
-    """Pack `values`, leave their error in them, and return the scale; elements from `real` on are padding."""
+    """Pack `values`, replace them by their error, and return the scale. Padding begins at `real`."""
     scale = torch.linalg.vector_norm(values) / max(real, 1) ** 0.5
     signs.pack_(values.view(len(bits), -1), scale, bits)
     values[real:].zero_()

@@ -1,4 +1,4 @@
-"""The communication hook of DDP. DDP reads its annotations, which must be types here rather than text."""
+"""The communication hook of DDP. DDP reads its annotations, so they must be types, not text."""
 
 from typing import Any
 
@@ -7,8 +7,8 @@ import torch.distributed as dist
 
 
 def reduce(optimizer: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Average a bucket over ranks if the next step of a OneBitOptimizer needs that."""
-    if optimizer.needs_averaged_gradients and not optimizer.scales_differ:  # step() averages what it unscaled
+    """Average a bucket over ranks if the next step of a OneBitOptimizer needs averaged gradients."""
+    if optimizer.needs_averaged_gradients and not optimizer.scales_differ:  # else step() averages
         optimizer.hook_ran = True
         return _average_as_ddp(bucket.buffer(), optimizer.process_group)
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future()

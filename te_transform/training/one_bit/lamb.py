@@ -11,23 +11,23 @@ from te_transform.training.one_bit.adam import OneBitAdam
 from te_transform.training.one_bit.layout import FlatLayout
 from te_transform.training.one_bit.optimizer import GradientsOf
 
-COEFFICIENTS = 0.01, 10.0  # bounds of the ratio of norms, weight to update, in the warm-up
-AVERAGED = 0.9  # of the mean of these ratios is kept at each step
+COEFFICIENTS = 0.01, 10.0  # bounds of norm(weight) / norm(update) in the warm-up
+AVERAGED = 0.9  # the decay of the running mean of these ratios
 FACTORS = 0.5, 4.0  # bounds of the factor that follows the variance after the freeze
-STEP_OF_FACTOR = 0.1  # relative: how much a factor changes in one step at most
+STEP_OF_FACTOR = 0.1  # the largest relative change of a factor per step
 
 
 class OneBitLamb(OneBitAdam):
-    """LAMB whose ranks exchange one bit for each number of a matrix, once the variance is frozen.
+    """LAMB whose ranks exchange one bit per element of a matrix after the variance is frozen.
 
-    Warm-up: LAMB on averaged gradients, with bias correction; the ratio of norms c of each parameter is
-    clipped to [0.01, 10]. Then v is constant, c is its exponential mean of the warm-up, and u is exchanged as
-    by OneBitAdam; the paper scales the momentum of each parameter instead. A factor f for each parameter
-    follows the variance of the gradients that u implies:
+    Warm-up: LAMB on averaged gradients, with bias correction. The ratio of norms c of each parameter is
+    clipped to [0.01, 10]. Then v is constant, and c is its exponential mean in the warm-up. u is exchanged as
+    in OneBitAdam, while the paper scales the momentum of each parameter. A factor f per parameter follows the
+    variance of the gradients that u implies:
 
         p -= lr * c * f * (u + weight_decay * p)
 
-    Args and errors are those of OneBitAdam; `weight_decay` is part of the update that the ratio is taken of.
+    Arguments and errors are the same as in OneBitAdam. The ratio of norms includes `weight_decay`.
     """
 
     _buffers = (*OneBitAdam._buffers, "relative_variance")
@@ -50,7 +50,7 @@ class OneBitLamb(OneBitAdam):
             state.setdefault("factor", one)
 
     def _freeze(self, layout: FlatLayout) -> None:
-        """Freeze v and c; the variance is followed from here on, as a multiple of (sqrt(v) + eps) ** 2."""
+        """Freeze v and c. From now on, the variance is tracked as a multiple of (sqrt(v) + eps) ** 2."""
         super()._freeze(layout)
         relative, denominator = self._flat["relative_variance"], self._denominator
         for index, group in enumerate(self.param_groups):
@@ -66,7 +66,7 @@ class OneBitLamb(OneBitAdam):
         del self._before
 
     def _clear_unused(self, layout: FlatLayout, values: Tensor) -> None:
-        """Clear what has no update, and follow the variance of the gradients that the exchange implies."""
+        """Zero the elements without an update, and track the variance that the exchanged values imply."""
         super()._clear_unused(layout, values)
         for index, group in enumerate(self.param_groups):
             beta1, beta2 = group["betas"]
@@ -112,7 +112,7 @@ class OneBitLamb(OneBitAdam):
 def _lamb_updates(
     states: list[dict[str, Any]], gradients: list[Tensor], group: dict[str, Any]
 ) -> list[Tensor]:
-    """Update m, v and their steps; return m / (sqrt(v) + eps) of each parameter, both bias corrected."""
+    """Update m and v, and return m / (sqrt(v) + eps) of each parameter, bias corrected."""
     (beta1, beta2), names = group["betas"], ("exp_avg", "exp_avg_sq", "step")
     momenta, variances, steps = ([state[name] for state in states] for name in names)
     torch._foreach_add_(steps, 1)
@@ -131,7 +131,7 @@ def _lamb_updates(
 def _apply_updates(
     states: list[dict[str, Any]], weights: list[Tensor], updates: list[Tensor], group: dict[str, Any]
 ) -> None:
-    """Move the weights, and average the ratios of norms."""
+    """Update the weights, and the running mean of the ratios of norms."""
     if group["weight_decay"]:
         torch._foreach_add_(updates, weights, alpha=group["weight_decay"])
     ratios, means = list(_ratios(weights, updates).unbind()), [state["coefficient"] for state in states]

@@ -1,4 +1,4 @@
-"""The place of each parameter in one flat fp32 buffer: matrices, padding, vectors, padding."""
+"""The layout of all parameters in one flat fp32 buffer: matrices, padding, vectors, padding."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ ALIGNED_ELEMENTS = (
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """The parameters that train, in the order of the buffer, and what each rank averages of the buffer.
+    """The trained parameters in the order of the buffer, and the chunk that each rank averages.
 
-    Parameters of two or more dimensions come first: their signs are sent. The others, norms and biases, are
-    sent in fp32. The parameters of one group lie next to each other within either part.
+    Parameters of two or more dimensions come first. Their signs are sent. Norms and biases are sent in fp32.
+    The parameters of one group are adjacent within both parts.
     """
 
     groups: Sequence[Sequence[nn.Parameter]]
@@ -37,7 +37,7 @@ class FlatLayout:
 
     @cached_property
     def chunk(self) -> int:
-        """The elements of padded matrices that each rank averages."""
+        """The number of elements of the padded matrices that each rank averages."""
         return -(-self.matrices // (self.world_size * ALIGNED_ELEMENTS)) * ALIGNED_ELEMENTS
 
     @cached_property
@@ -47,11 +47,11 @@ class FlatLayout:
 
     @property
     def padded(self) -> int:
-        """Elements of all matrices with their padding."""
+        """The number of elements of all matrices, with padding."""
         return self.chunk * self.world_size
 
     def real(self, rank: int) -> int:
-        """Return the elements of a rank's chunk that are no padding."""
+        """Return the number of elements of a rank's chunk without padding."""
         return min(max(self.matrices - rank * self.chunk, 0), self.chunk)
 
     @property

@@ -21,10 +21,10 @@ GradientsOf = dict[nn.Parameter, Tensor]
 
 
 class OneBitOptimizer(torch.optim.Optimizer):
-    """An optimizer whose ranks exchange signs; a subclass says what step t does with the gradients.
+    """The base of optimizers whose ranks exchange signs. Subclasses compute the update of a step.
 
-    State is fp32, in one flat buffer for each quantity; `state[parameter]` holds views of the buffers.
-    Weights in 16 bits are updated in fp32 and rounded once a step, without an fp32 copy between steps.
+    Each quantity of the state is one flat fp32 buffer. `state[parameter]` holds views of the buffers. 16-bit
+    weights are updated in fp32 and rounded once per step, without an fp32 copy between steps.
     """
 
     _step_supports_amp_scaling = True  # GradScaler calls step() on every rank, and step() decides for all
@@ -38,10 +38,10 @@ class OneBitOptimizer(torch.optim.Optimizer):
         self.process_group = checks.process_group(process_group)
         self._layout: FlatLayout | None = None
         self._flat: dict[str, Tensor] = {}
-        self._reduced: set[nn.Parameter] | None = None  # those of the registered DDP
+        self._reduced: set[nn.Parameter] | None = None  # the parameters of the registered DDP
         self._exchange: CompressedMean | None = None
         self._shared_errors: tuple[Tensor, Tensor] | None = None  # of all ranks, from synchronize() to step()
-        self.hook_ran = False  # True if DDP has averaged gradients by our hook since the last step
+        self.hook_ran = False  # True if our hook has averaged gradients since the last step
         self.scales_differ = False  # True once GradScaler found an infinity on some ranks only
         super().__init__(params, {"steps": 0, "frozen": False, **defaults})
 
@@ -72,13 +72,13 @@ class OneBitOptimizer(torch.optim.Optimizer):
             raise
 
     def register(self, ddp_model: nn.Module) -> None:
-        """Install the hook by which DDP skips the all-reduce of gradients that this optimizer does not need.
+        """Install a hook with which DDP skips the all-reduce of gradients if this optimizer does not need it.
 
         Args:
             ddp_model: DistributedDataParallel, before its first backward, with this optimizer's parameters.
 
         Raises:
-            OneBitError: it is no DDP, of another process group, or has other parameters.
+            OneBitError: `ddp_model` is no DDP, has another process group, or has other parameters.
         """
         trained = {p for p in self._parameters() if p.requires_grad}
         checks.check_ddp(ddp_model, trained, self.process_group)
@@ -87,28 +87,28 @@ class OneBitOptimizer(torch.optim.Optimizer):
 
     @property
     def needs_averaged_gradients(self) -> bool:
-        """True if the next step starts from gradients averaged over all ranks, as in the warm-up."""
+        """True if the next step needs gradients that are averaged over all ranks, as in the warm-up."""
         raise NotImplementedError
 
     @property
     def steps(self) -> int:
-        """The number of steps taken; those that GradScaler skips do not count."""
+        """The number of past steps, without the steps that GradScaler skipped."""
         return self.param_groups[0]["steps"]
 
     @property
     def frozen(self) -> bool:
-        """True once the variance is frozen, and momenta are exchanged instead of gradients."""
+        """True if the variance is frozen, and momenta are exchanged instead of gradients."""
         return self.param_groups[0]["frozen"]
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update the weights; every rank has to call it equally often.
+        """Update the weights. Every rank must call this equally often.
 
         Args:
-            closure: computes the loss again, with gradients, and is called once.
+            closure: a function that computes the loss again, with gradients. It is called once.
 
         Returns:
-            What the closure returns, or None.
+            The result of the closure, or None.
 
         Raises:
             OneBitError: at the first step, the ranks hold different parameters or weights; later, a parameter
@@ -137,7 +137,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
         raise NotImplementedError
 
     def _note(self, **progress: Any) -> None:
-        """Store where training stands in every parameter group, for state_dict()."""
+        """Store the progress of training in every parameter group, for state_dict()."""
         for group in self.param_groups:
             group.update(progress)
 
@@ -204,7 +204,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
         return bool(largest)
 
     def _gradients(self, layout: FlatLayout) -> GradientsOf:
-        """Return gradients in fp32, without GradScaler's scale, of the parameters that have one."""
+        """Return the fp32 gradients of the parameters with a gradient, without GradScaler's scale."""
         given = {p: p.grad for p in layout.parameters if p.grad is not None}
         found = {p: grad for p, grad in given.items() if grad.dtype == torch.float32}
         if cast := [p for p in given if p not in found]:
@@ -224,7 +224,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
         return {p: view for (p, view), used in zip(views.items(), present.tolist(), strict=True) if used}
 
     def _flattened(self, layout: FlatLayout, gradients: GradientsOf) -> tuple[Tensor, GradientsOf]:
-        """Return gradients in one buffer, zeros where there are none, and the view of each parameter."""
+        """Return gradients in one buffer, zeros for missing ones, and the view of each parameter."""
         flat = layout.buffer()
         views = {p: layout.view(flat, p) for p in layout.parameters}
         if gradients:
@@ -233,7 +233,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
 
     @contextlib.contextmanager
     def _weights(self, layout: FlatLayout) -> Iterator[dict[nn.Parameter, Tensor]]:
-        """Yield fp32 weights to update in place; those in 16 bits are copies, rounded at the end."""
+        """Yield fp32 weights to update in place. Copies of 16-bit weights are rounded at the end."""
         weights = {p: p for p in layout.parameters if p.dtype == torch.float32}
         if cast := [p for p in layout.parameters if p not in weights]:
             copies = layout.scratch()
@@ -245,30 +245,31 @@ class OneBitOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def synchronize(self) -> None:
-        """Share the errors of all ranks, so that state_dict() is complete on every rank. Collective.
+        """Share the errors of all ranks: state_dict() is then complete on every rank. Collective.
 
-        Worker errors are replaced by their mean over ranks, which loses no correction that is still to be
-        sent. Until the next step each rank's state has the server errors of all.
+        The mean over ranks replaces the worker errors. It loses no correction that was not sent yet. Until
+        the next step, each rank's state has the server errors of all ranks.
         """
         if self._exchange is not None and self._shared_errors is None:
             self._shared_errors = self._exchange.errors(is_gathered=True)
             self._exchange.set_errors(*self._shared_errors)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's state, without exchanging anything, in the form of torch.optim.Optimizer.
+        """Return this rank's state in the form of torch.optim.Optimizer, without communication.
 
-        After synchronize() it resumes on any number of ranks. Without, it has this rank's own errors, which
-        resume on this rank of as many ranks. Names and shapes are the same before and after the freeze.
+        After synchronize(), the state resumes on any number of ranks. Otherwise it has this rank's own
+        errors, and resumes on the same rank of the same number of ranks. Names and shapes do not change at
+        the freeze.
         """
         if self._exchange is None or self._shared_errors is not None:
             return self._saved(self._shared_errors, saved.OF_ALL_RANKS)
         return self._saved(self._exchange.errors(is_gathered=False), self._owner)
 
     def gathered_state_dict(self) -> dict[str, Any]:
-        """Return one state for any number of ranks; a collective, which all ranks call, and one rank saves.
+        """Return one state for any number of ranks. Collective: all ranks call it, and one rank saves.
 
-        Worker errors are averaged over ranks, server errors gathered: no correction that is still to be sent
-        gets lost. This run goes on with its own errors, unlike after synchronize().
+        Worker errors are averaged over ranks, and server errors are gathered. No correction that was not sent
+        yet is lost. Unlike after synchronize(), this run continues with its own errors.
         """
         if self._exchange is None or self._shared_errors is not None:
             return self._saved(self._shared_errors, saved.OF_ALL_RANKS)
@@ -287,13 +288,13 @@ class OneBitOptimizer(torch.optim.Optimizer):
         return dist.get_rank(self.process_group), dist.get_world_size(self.process_group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what state_dict() or gathered_state_dict() returned, at any number of ranks.
+        """Load a state of state_dict() or gathered_state_dict(), on any number of ranks.
 
-        Errors that state_dict() saved on another rank, or among another number of ranks, without
-        synchronize(), start at zero, with a warning in the log.
+        Errors start at zero, with a warning, if state_dict() saved them without synchronize() on another rank
+        or with another number of ranks.
 
         Raises:
-            OneBitError: the state is that of another optimizer.
+            OneBitError: the state belongs to another optimizer.
         """
         saved.check(state_dict, {*self._buffers, *self._scalars}, type(self).__name__)
         super().load_state_dict({**state_dict, "state": {}})
@@ -303,7 +304,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
                 self._load(saved.by_parameter(state_dict, self._parameters()), self._laid_out())
 
     def _start(self) -> None:
-        """Make the state on first use, with the names that it keeps: checkpoints are read by name."""
+        """Make the state on first use, with its final names: checkpoints are read by name."""
         for name in self._buffers:
             self._buffer(name)
         for parameter in self._laid_out().parameters:

@@ -1,8 +1,8 @@
-"""The errors of the exchange in a state dict: one tensor for each matrix, whatever the number of ranks.
+"""The errors of the exchange in a state dict: one tensor for each matrix, with any number of ranks.
 
 `errors` is fp32 [2, 1 + elements]: a row of the worker error, and a row of the server error. The first column
-is the owner: a rank and the number of ranks, or SHARED. It is part of the tensor because
-torch.distributed.checkpoint takes each tensor from any rank: it saves one of those with the same name.
+is the owner: a rank and the number of ranks, or OF_ALL_RANKS. The owner is part of the tensor because
+torch.distributed.checkpoint saves a tensor of any rank if several ranks have tensors of the same name.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def with_errors(
 
 
 def check(state_dict: dict[str, Any], names: set[str], optimizer: str) -> None:
-    """Raise OneBitError if the state is not one of this class of optimizer."""
+    """Raise OneBitError if another class of optimizer made the state."""
     found = [set(state) - {ERRORS} for state in state_dict["state"].values()]
     foreign = sorted({name for state in found for name in state ^ names})
     if foreign or any("frozen" not in group for group in state_dict["param_groups"]):
@@ -54,7 +54,7 @@ def check(state_dict: dict[str, Any], names: set[str], optimizer: str) -> None:
 
 
 def by_parameter(state_dict: dict[str, Any], parameters: list[nn.Parameter]) -> State:
-    """Return the saved state of each parameter; the order of the groups says which is which."""
+    """Return the saved state of each parameter, by the order of the groups."""
     keys = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
     states = state_dict["state"]
     return {p: states[key] for key, p in zip(keys, parameters, strict=True) if key in states}
@@ -67,7 +67,10 @@ def owners(states: State) -> set[ErrorOwner]:
 
 
 def errors(states: State, layout: FlatLayout, own: ErrorOwner) -> tuple[Tensor, Tensor] | None:
-    """Return worker and server errors, fp32 [padded] each, zeros for other owners; None if all are."""
+    """Return worker and server errors, fp32 [padded] each. Errors of other owners are zero.
+
+    Return None if all errors have other owners.
+    """
     found = torch.zeros(2, layout.padded, dtype=torch.float32, device=layout.device)
     if foreign := owners(states) - {own, OF_ALL_RANKS}:
         log.warning(

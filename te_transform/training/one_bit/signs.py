@@ -15,7 +15,7 @@ def pack_(values: Tensor, scale: Tensor, bits: Tensor) -> None:
     Args:
         values: fp32 [rows, columns], contiguous; columns are a multiple of 8.
         scale: fp32, one element.
-        bits: uint8 [rows, columns / 8]; rows may lie apart.
+        bits: uint8 [rows, columns / 8]; rows may have gaps between them.
     """
     if values.is_cuda:
         from te_transform.training.one_bit import signs_kernel
@@ -31,7 +31,7 @@ def unpack(bits: Tensor, scales: Tensor, values: Tensor) -> None:
     """Write `scales` with the signs in `bits` into `values`, row by row.
 
     Args:
-        bits: uint8 [rows, columns / 8]; rows may lie apart.
+        bits: uint8 [rows, columns / 8]; rows may have gaps between them.
         scales: fp32 [rows].
         values: fp32 [rows, columns], contiguous.
     """
@@ -44,11 +44,11 @@ def unpack(bits: Tensor, scales: Tensor, values: Tensor) -> None:
 
 
 def add_sum_(values: Tensor, bits: Tensor, scales: Tensor) -> None:
-    """Add the sum over rows of `scales` with the signs in `bits` to `values`; rows are summed up in order.
+    """Add the sum over rows of `scales` with the signs in `bits` to `values`. Rows are summed in order.
 
     Args:
         values: fp32 [columns], contiguous.
-        bits: uint8 [rows, columns / 8]; rows may lie apart.
+        bits: uint8 [rows, columns / 8]; rows may have gaps between them.
         scales: fp32 [rows].
     """
     if values.is_cuda:

@@ -16,14 +16,16 @@ from te_transform.training.one_bit.optimizer import GradientsOf
 
 
 class ZeroOneAdam(OneBitAdam):
-    """Adam with a variance that is updated at fewer and fewer steps, then frozen, then with local steps.
+    """Adam with a variance that is updated at growing intervals, then frozen, and with local steps at last.
 
-    Until `var_freeze_step`, gradients are averaged at each step that is a multiple of an interval, which
-    doubles after every `var_update_scaler` such steps; these steps update m and v. At the others, m takes the
-    compressed mean of the gradients. Then v is constant and each rank takes steps by its own gradients, which
-    are exchanged at the end of each interval of up to `local_step_clipper` steps. Between exchanges, weights
-    differ from rank to rank; synchronize() makes them equal, as before saving a model. All other arguments
-    are those of OneBitAdam.
+    Until `var_freeze_step`, gradients are averaged at the multiples of an interval. These steps update m and
+    v. The interval doubles after every `var_update_scaler` of them. In all other steps, m takes the
+    compressed mean of the gradients.
+
+    After `var_freeze_step`, v is constant, and each rank takes local steps with its own gradients. The ranks
+    exchange them at the end of each interval of up to `local_step_clipper` steps. Between exchanges, weights
+    differ among ranks. synchronize() makes them equal: call it before you save a model. All other arguments
+    are the same as for OneBitAdam.
 
     Args:
         var_freeze_step: the number of steps after which the variance is frozen.
@@ -32,7 +34,7 @@ class ZeroOneAdam(OneBitAdam):
         local_step_clipper: the largest interval of exchanges, in steps.
 
     Raises:
-        OneBitError: as OneBitAdam does.
+        OneBitError: see OneBitAdam.
     """
 
     _buffers = (*OneBitAdam._buffers, "shared_weight", "local_change")  # fp32: weights all ranks had last
@@ -73,7 +75,7 @@ class ZeroOneAdam(OneBitAdam):
 
     @property
     def is_synchronized(self) -> bool:
-        """True if all ranks have the same weights, that is, no local step was taken since an exchange."""
+        """True if all ranks have the same weights: no local step was taken since the last exchange."""
         return self.param_groups[0]["local_steps"] == 0
 
     def _warm_up(self, layout: FlatLayout, gradients: GradientsOf) -> None:
@@ -96,13 +98,13 @@ class ZeroOneAdam(OneBitAdam):
                 descend(group, [weights[p] for p in trained], updates)
 
     def _exchange_momentum(self) -> None:
-        """Replace m by its compressed mean over ranks, exchanged as m / (sqrt(v) + eps)."""
+        """Replace m by its compressed mean over ranks. The ranks exchange m / (sqrt(v) + eps)."""
         momentum, denominator = self._flat["exp_avg"], self._denominator
         self._mean(momentum.div_(denominator))
         momentum.mul_(denominator.masked_fill(denominator.isinf(), 0.0))  # unused elements, and padding
 
     def _update_variance(self, layout: FlatLayout, gradients: GradientsOf) -> None:
-        """Update v, and keep the errors of exchanges in the unit of m over sqrt(v) + eps."""
+        """Update v, and rescale the errors to the new m / (sqrt(v) + eps)."""
         for group, own in zip(self.param_groups, layout.groups, strict=True):
             if present := [p for p in own if p in gradients]:
                 for state in (self.state[p] for p in present):
@@ -118,7 +120,7 @@ class ZeroOneAdam(OneBitAdam):
 
     @property
     def _denominator(self) -> Tensor:
-        """Return sqrt(v) + eps, flat; until the freeze it is computed again after each change of v."""
+        """Return the flat sqrt(v) + eps. Until the freeze, each change of v recomputes it."""
         if self.frozen:
             return super()._denominator
         if self._divisor is None:
@@ -139,7 +141,7 @@ class ZeroOneAdam(OneBitAdam):
         return flat
 
     def _correct(self, layout: FlatLayout) -> None:
-        """Correct m and v, and start phase 2 without errors."""
+        """Bias correct m and v, and reset the errors for the local steps."""
         for index, group in enumerate(self.param_groups):
             for part in layout.parts(self._flat["exp_avg"], index):
                 part.div_(1 - group["betas"][0] ** self.steps)
@@ -168,17 +170,17 @@ class ZeroOneAdam(OneBitAdam):
             self._exchange_local_steps()
 
     def synchronize(self) -> None:
-        """Exchange local steps, so that all ranks have the same weights, and errors; a collective."""
+        """Exchange local steps and errors: all ranks then have the same weights. Collective."""
         if not self.is_synchronized:
             self._exchange_local_steps()
         super().synchronize()
 
     @torch.no_grad()
     def _exchange_local_steps(self) -> None:
-        """Exchange the mean update of the local steps, and repeat these with the update that all ranks got.
+        """Exchange the mean update of the local steps, and repeat these steps with the common update.
 
         The paper exchanges the change of the weights. Its error would be divided by the learning rates of the
-        next steps, which makes momenta of any size when the learning rate falls.
+        next steps. Momenta would then grow without limit as the learning rate falls.
         """
         layout, update, change = self._laid_out(), self._flat["exp_avg"], self._flat["local_change"]
         for index, group in enumerate(self.param_groups):
@@ -198,7 +200,7 @@ class ZeroOneAdam(OneBitAdam):
         self._note(local_steps=0, lr_sum=0.0)
 
     def _share_weights(self, layout: FlatLayout) -> None:
-        """Keep the weights that all ranks have: to subtract local steps again would round on each rank."""
+        """Store the common weights. Subtracting the local steps instead would round differently per rank."""
         shared = [self.state[p]["shared_weight"] for p in layout.parameters]
         torch._foreach_copy_(shared, list(layout.parameters))
 
@@ -206,7 +208,7 @@ class ZeroOneAdam(OneBitAdam):
         """Return one state for any number of ranks; see OneBitAdam.
 
         Raises:
-            OneBitError: local steps were taken that are not exchanged yet.
+            OneBitError: there are local steps that are not exchanged yet.
         """
         if not self.is_synchronized:
             steps = self.param_groups[0]["local_steps"]
