@@ -80,7 +80,7 @@ def made(asked: argparse.Namespace, device: torch.device) -> tuple[nn.Module, to
     """The model, converted and then sharded, and its optimizer: the same in each process."""
     ranks = dist.get_world_size()
     if BATCH % ranks:
-        raise ValueError(f"there are {ranks} processes, a number is needed that divides a batch of {BATCH}")
+        raise ValueError(f"expected a number of processes that divides a batch of {BATCH}, got {ranks}")
     torch.manual_seed(0)
     sizes = {"hidden_size": asked.width, "intermediate_size": 2 * asked.width, "num_attention_heads": 8}
     config = LlamaConfig(

@@ -544,7 +544,7 @@ def test_explain(rule: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert ("backend='te'" in needs) == (rule in ("rotary", "wide_linear", "cross_entropy"))
     assert ("other operations may also read norm" in needs) == rule.startswith("layernorm")
     assert (f"- {rule}=True" in needs) == (rule in ("chunked_loss", "pad_vocabulary"))
-    assert "- the output of the ... is also read by ..., the fused module does not return it: " in told
+    assert "- the output of the ... is also read by ..., but the fused module does not return it: " in told
     before, _, after = told.partition("\nbefore\n")[2].partition("\nafter\n")
     assert before != after
     assert f"{'columns' if rule == 'merge_siblings' else rule}(" in after
@@ -552,7 +552,7 @@ def test_explain(rule: str, capsys: pytest.CaptureFixture[str]) -> None:
         assert "softmax(" in before
         assert "softmax(" not in after
         assert "- the attention adds a learned bias to its scores, " in told
-        assert "- the model writes to a tensor in the middle of the attention, fused attention is " in told
+        assert "- the model writes to a tensor in the middle of the attention, but fused " in told
     if rule == "layernorm_mlp":
         assert "Saves the normalized tensor's round trip" in told
         assert "- only one of the two linears has a bias, but LayerNormMLP has two biases or none: " in told

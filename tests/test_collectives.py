@@ -110,7 +110,7 @@ def test_words_that_there_are_not(wrong: int) -> None:
         logits = torch.randn(1, ranks.shape((WORDS,), UNEVEN)[0])
         return op(logits, torch.tensor([wrong]), -100, "mean", torch.float32)
 
-    with pytest.raises(IndexError, match="ids from 0 to 10 are needed, there is another"):
+    with pytest.raises(IndexError, match="expected ids from 0 to 10, got another one"):
         on(2, embedding)
-    with pytest.raises(IndexError, match="targets from 0 to 10 are needed, there is another"):
+    with pytest.raises(IndexError, match="expected targets from 0 to 10, got another one"):
         on(2, loss)

@@ -183,7 +183,7 @@ def seeded_apart() -> str:
     x = torch.randn(2, 8, 16)
     model = te_transform.convert(Dropped().train(), x, verify=False)
     te_transform.parallelize(model, mesh(), x)
-    with pytest.raises(ParallelError, match="random generators differ"):
+    with pytest.raises(ParallelError, match="expected equal random generators"):
         model(x)
     return ""
 

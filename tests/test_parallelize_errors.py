@@ -63,14 +63,14 @@ def unchanged(model: nn.Module, given: nn.Module, *args: Any, match: str, **opti
 @pytest.mark.parametrize("ranks", [4], indirect=True)
 def test_heads_that_the_mesh_does_not_divide(ranks: int) -> None:
     model = converted()
-    said = "layers.0.qkv_projection: attention has 6 heads, a number that 4 ranks divide is needed"
+    said = "layers.0.qkv_projection: attention has 6 heads, which 4 ranks do not divide"
     unchanged(model, model, mesh(4), sample(), match=said)
 
 
 @pytest.mark.parametrize("ranks", [2], indirect=True)
 def test_a_width_that_the_mesh_does_not_divide(ranks: int) -> None:
     model = converted(ffn=49)
-    said = "layers.0.mlp.linear1: a linear makes 49 columns, a number that 2 ranks divide is needed"
+    said = "layers.0.mlp.linear1: a linear makes 49 columns, which 2 ranks do not divide"
     unchanged(model, model, mesh(2), sample(), match=said)
 
 
@@ -88,7 +88,7 @@ def test_nothing_is_left_to_divide(ranks: int) -> None:
         ({"skip": "layer.0"}, "in skip, got 'layer.0', which names no module of QuickstartModel"),
         ({"skip": 3}, "expected module paths or globs such as 'model.layers.0*' for skip, got 3"),
         ({"skip": [3]}, "expected module paths or globs such as 'model.layers.0*' in skip, got 3"),
-        ({"sequence_parallel": "yes"}, "sequence_parallel is 'yes', True or False is needed"),
+        ({"sequence_parallel": "yes"}, "expected True or False for sequence_parallel, got 'yes'"),
     ],
     ids=str,
 )
@@ -100,15 +100,15 @@ def test_options_are_checked_first(ranks: int, options: dict[str, Any], said: st
 
 
 OTHERS: dict[str, tuple[Callable[[], Any], str]] = {
-    "not a model": (lambda: 3, "parallelize() was given a int, a converted model is needed"),
-    "not converted": (original, "QuickstartModel is not converted, a converted model is needed"),
+    "not a model": (lambda: 3, "expected a converted model, got a int; pass the model that te_transform."),
+    "not converted": (original, "expected a converted model, got QuickstartModel, which is not converted"),
     "wrapped": (
         lambda: nn.parallel.DistributedDataParallel(converted()),
-        "the model is wrapped by DistributedDataParallel, the converted model itself is needed",
+        "expected the converted model itself, got it wrapped by DistributedDataParallel",
     ),
     "CUDA graphs": (
         lambda: converted(compile="reduce-overhead"),
-        "the model was converted with compile='reduce-overhead', whose CUDA graphs",
+        "expected a model whose ranks record CUDA graphs together",
     ),
 }
 
@@ -126,30 +126,28 @@ def test_parameters_that_are_not_plain(ranks: int) -> None:
     model = converted()
     norm = next(m for m in model.modules() if isinstance(m, nn.LayerNorm))
     norm.weight = nn.Parameter(distribute_tensor(norm.weight.detach(), mesh(2), [Shard(0)]))
-    unchanged(model, model, mesh(2), sample(), match="is a DTensor, a plain tensor is needed")
+    unchanged(model, model, mesh(2), sample(), match="expected plain tensors as parameters, got a DTensor")
 
 
 @pytest.mark.parametrize("ranks", [2], indirect=True)
 def test_gradients_and_hooks_that_would_be_lost(ranks: int) -> None:
     model = converted()
     model(sample()).sum().backward()
-    unchanged(model, model, mesh(2), sample(), match="has a gradient or hooks, which would be lost")
+    unchanged(model, model, mesh(2), sample(), match="expected parameters without gradients")
 
 
 @pytest.mark.parametrize("ranks", [4], indirect=True)
 def test_meshes(ranks: int) -> None:
     model = converted()
-    unchanged(model, model, 4, sample(), match="the mesh is a int, a DeviceMesh is needed")
-    unchanged(
-        model, model, mesh(2, 2), sample(), match="the mesh has 2 dimensions ('dp', 'tp'), one is needed"
-    )
+    unchanged(model, model, 4, sample(), match="expected a DeviceMesh, got a int")
+    unchanged(model, model, mesh(2, 2), sample(), match="expected a mesh of one dimension, got 2 dimensions")
 
 
 def test_a_process_group_that_is_missing() -> None:
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     model, left = converted(), mesh(2)
     dist.destroy_process_group()
-    unchanged(model, model, left, sample(), match="there is no process group, one is needed")
+    unchanged(model, model, left, sample(), match="expected a process group, got none")
 
 
 def test_a_model_that_is_divided(process_group: None) -> None:
@@ -157,7 +155,7 @@ def test_a_model_that_is_divided(process_group: None) -> None:
     expected = model(x)
     te_transform.parallelize(model, mesh(1), x)
     assert torch.allclose(model(x), expected, atol=1e-5)
-    unchanged(model, model, mesh(1), x, match="is divided among 1 ranks already, a whole one is needed")
+    unchanged(model, model, mesh(1), x, match="expected a whole model, got QuickstartModel, which 1")
     with pytest.raises(
         te_transform.ModelError, match=r"expected a whole model, got .* divided among ranks; call tr"
     ):

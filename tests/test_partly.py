@@ -151,8 +151,8 @@ HEAD_LEFT = ALL | {"layernorm_linear": 1}
 APART = {"layernorm_mlp": 1, "layernorm_linear": 2, "linear": 3}
 
 COMPUTED = (
-    "the linear's weight is computed at every call, a parameter is needed: compute it once and store it, "
-    "if you can retrain"
+    "the linear's weight is computed at every call, but kernels need a parameter: compute it once and store "
+    "it, if you can retrain"
 )
 SAME = (
     "some of the linears have the same weight, but a merged linear has each row once: compute their product "
@@ -179,19 +179,19 @@ PARTLY: dict[str, tuple[Callable[[nn.Module], object], dict[str, int], str | Non
     "complex": (
         replace_head(Complex),
         HEAD_LEFT,
-        "the linear's weight is complex64, a floating point parameter is needed: no kernel supports another "
-        "dtype",
+        "the linear's weight is complex64, but kernels need a floating-point parameter: no kernel supports "
+        "another dtype",
     ),
     "integer": (
         replace_head(Integer),
         HEAD_LEFT,
-        "the linear's weight is int64, a floating point parameter is needed: no kernel supports another "
-        "dtype",
+        "the linear's weight is int64, but kernels need a floating-point parameter: no kernel supports "
+        "another dtype",
     ),
     "a buffer": (
         weight_buffer,
         HEAD_LEFT,
-        "the linear's weight is a buffer, a parameter is needed: store it as an nn.Parameter, with "
+        "the linear's weight is a buffer, but kernels need a parameter: store it as an nn.Parameter, with "
         "requires_grad=False if it is not trained",
     ),
     "a norm used twice": (norm_reused, ALL, None),

@@ -97,17 +97,17 @@ def check(captured: Captured, layout: ShardLayout, count: int) -> None:
 
 
 _ONE_HEAD = (
-    "attention has 1 key/value head, a number that 2 ranks divide is needed, or linears of keys and of "
-    "values alone"
+    "attention has 1 key/value head, which 2 ranks do not divide, and keys and values have no linears of "
+    "their own"
 )
-_NORM = "the layer_norm reads whole rows, columns that are not sharded are needed"
+_NORM = "the layer_norm reads whole rows, but the columns are sharded"
 _LABELS = (
-    "2 columns leave the model, a linear that reads them is needed or more columns than the 64 that it reads"
+    "2 columns leave the model, but a linear must read them, or they must be more than the 64 input columns"
 )
-_PARTS = "the weight of a linear is computed, a parameter is needed"
+_PARTS = "the weight of a linear is computed, but only parameters can be divided"
 _LEAVES = _LABELS.replace("2 columns", "64 columns")
-_STACKED = "a product by groups reads a stack of weights, linears are needed"
-_ROUTER = "a softmax reads all of a dimension, one that is not sharded is needed"
+_STACKED = "a grouped product reads a stack of weights, but only linears can be divided"
+_ROUTER = "a softmax reads a whole dimension, but this dimension is sharded"
 
 # What of the models of the test list stays whole on each of two ranks, and why; all else is divided.
 WHOLE: dict[str, dict[str, str]] = {
@@ -176,7 +176,7 @@ def test_in_place_writes_are_not_put_on_shards() -> None:
 
     (captured,) = capture(Writing(), (torch.randn(4, 8),), dynamic=False)
     up = lay_out(canonicalize(captured.module.graph), 2).places[0]
-    assert up.reasons == ("the model writes in place to them, values that stay are needed",)
+    assert up.reasons == ("the model writes in place to them, but their values must stay",)
 
 
 class Heads(nn.Module):

@@ -99,13 +99,13 @@ BIAS = (
     "freeze the bias, if you can retrain"
 )
 HANDED_OUT = (
-    "the attention's scores or probabilities are also read by mean, fused attention does not return them: "
-    "let nothing else read them, for example with need_weights=False or output_attentions=False"
+    "the attention's scores or probabilities are also read by mean, but fused attention does not return "
+    "them: let nothing else read them, for example with need_weights=False or output_attentions=False"
 )
 
 MERGED = (
-    "the first linear is merged with others that read the same norm, LayerNormMLP needs a linear of its own: "
-    "give the MLP its own norm, if you can retrain"
+    "the first linear is merged with others that read the same norm, but LayerNormMLP needs a linear of its "
+    "own: give the MLP its own norm, if you can retrain"
 )
 REFUSED = {
     "t5": {
@@ -279,12 +279,12 @@ def test_auto_is_chosen_anew_where_a_model_is_captured_anew(
 
 def odd(rows: int, columns: int, multiple: int = 16) -> str:
     enough = " x ".join(str(math.ceil(size / multiple) * multiple) for size in (rows, columns))
-    needed = f"FP8 kernels need multiples of {multiple}: make it {enough}, if you can retrain"
+    needed = f"but FP8 kernels need multiples of {multiple}: make it {enough}, if you can retrain"
     return f"the weight is {rows} x {columns}, {needed}"
 
 
 HEAD = (
-    "it computes the model's output, FP8 would round the output itself rather than terms of a later sum: "
+    "it computes the model's output, but FP8 would round the output itself rather than terms of a later sum: "
     "name it in a te_transform.PrecisionPlan to run it in FP8"
 )
 HEADS = {
@@ -632,8 +632,8 @@ def test_the_calls_have_exactly_tes_parameters(name: str) -> None:
 
 def test_weights_in_float64_stay_out_of_fp8_with_a_reason() -> None:
     reason = (
-        "the weights are float64, FP8 needs bfloat16, float16, or float32 under torch.autocast: store them "
-        "in one of these, as model.to(torch.bfloat16) does"
+        "the weights are float64, but FP8 needs bfloat16, float16, or float32 under torch.autocast: store "
+        "them in one of these, as model.to(torch.bfloat16) does"
     )
     assert {*in_recipe(seeded(Attends).double(), "fp8-current", WIDTH).values()} == {reason}
 

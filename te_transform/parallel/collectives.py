@@ -326,7 +326,7 @@ class ShardedEmbedding(GraphOp):
 def _own_rows(ids: Tensor, shards: Shards, ranks: Ranks, what: str) -> tuple[Tensor, Tensor]:
     """Return the ids as indices of this rank's rows, and True for ids of other ranks, whose index is 0."""
     is_known = ((ids >= 0) & (ids < shards.size)).all()
-    check_index(is_known, f"{what}s from 0 to {shards.size - 1} are needed, there is another")
+    check_index(is_known, f"expected {what}s from 0 to {shards.size - 1}, got another one")
     start, stop = shards.bounds(ranks.own, ranks.count)[0]
     outside = (ids < start) | (ids >= stop)
     return (ids - start).masked_fill(outside, 0).long(), outside

@@ -192,9 +192,8 @@ class Parallel:
         """
         if repeats:
             raise ParallelError(
-                "activation checkpoints are on in a model that is divided among ranks, inside its blocks or "
-                "without a list of blocks to capture one by one, a forward without them is needed: turn them "
-                "off, or have whole blocks repeated"
+                "expected no activation checkpoints in a model that is divided among ranks, got some inside "
+                "its blocks, or around blocks that are in no list; turn them off, or checkpoint whole blocks"
             )
         with self._replaced(modules, lambda divided, held: held.full_tensor()):
             yield
@@ -286,7 +285,7 @@ def check_random(ranks: Ranks) -> None:
     found = gathered(state.numpy().tobytes(), ranks.mesh.get_group())
     if len(set(found)) > 1:
         raise ParallelError(
-            f"the model has dropouts of values that the {ranks.count} ranks have in common, and the ranks' "
-            "random generators differ, equal ones are needed: call torch.manual_seed() with the same seed on "
-            "the ranks of this mesh"
+            f"expected equal random generators on {ranks.count} ranks, because dropouts read values that all "
+            "ranks share, got different ones; call torch.manual_seed() with the same seed on all ranks of "
+            "this mesh"
         )

@@ -21,7 +21,7 @@ from te_transform.parallel.collectives import Shards
 from te_transform.parallel.sharding import Refusal, step
 from te_transform.plan.options import skipped_by
 
-_STACKED = "a product by groups reads a stack of weights, linears are needed"
+_STACKED = "a grouped product reads a stack of weights, but only linears can be divided"
 _SAME_COLUMNS = (ops.cast, torch.Tensor.contiguous, torch.transpose, torch.reshape)
 
 
@@ -150,16 +150,16 @@ class _LayingOut:
         elif node.target is ops.linear and node.args[0] in region.held:
             self._check_own(node)
             if region.held[node.args[0]].dim != -1:
-                raise Refusal("a linear reads them otherwise than as columns, columns are needed")
+                raise Refusal("a linear does not read them as columns, but only columns can be divided")
             region.rows[node] = region.held[node.args[0]]
         elif writes(node):
-            raise Refusal("the model writes in place to them, values that stay are needed")
+            raise Refusal("the model writes in place to them, but their values must stay")
         else:
             found = step(node, region.held, self.ranks)
             needed = tuple(arg for arg in found.share if any(True for _ in self._makers(arg)))
             if needed or found.gather:
                 raise Refusal(
-                    f"a {node.target.__name__} reads a whole value too, shards are needed", whole=needed
+                    f"a {node.target.__name__} reads a whole value too, but needs shards", whole=needed
                 )
             if found.shards is None:
                 region.leaves = True
@@ -170,29 +170,28 @@ class _LayingOut:
         for node, shards in region.columns.items():
             if region.rows and not shards.is_even(self.ranks):
                 raise Refusal(
-                    f"a linear makes {shards.size} columns, a number that {self.ranks} ranks divide is "
-                    "needed",
+                    f"a linear makes {shards.size} columns, which {self.ranks} ranks do not divide",
                     indivisible=True,
                 )
             if not region.rows:
                 width = shape_of(node.args[0])[-1]
                 if shards.size <= width:
                     raise Refusal(
-                        f"{shards.size} columns leave the model, a linear that reads them is needed or more "
-                        f"columns than the {width} that it reads"
+                        f"{shards.size} columns leave the model, but a linear must read them, or they must "
+                        f"be more than the {width} input columns"
                     )
                 if shards.length(self.ranks - 1, self.ranks) == 0:
                     raise Refusal(
-                        f"a linear makes {shards.size} columns, one for each of {self.ranks} ranks is needed",
+                        f"a linear makes {shards.size} columns, but {self.ranks} ranks need one each",
                         indivisible=True,
                     )
 
     def _check_own(self, linear: fx.Node) -> None:
         weight = self.stored(linear.args[1])
         if weight is None:
-            raise Refusal("the weight of a linear is computed, a parameter is needed")
+            raise Refusal("the weight of a linear is computed, but only parameters can be divided")
         if weight in self.layout.shards:
-            raise Refusal("a linear is divided with others already, one of its own is needed")
+            raise Refusal("a linear is divided with others already")
         if (glob := self._skipped(linear)) is not None:
             raise Refusal(f"a linear is skipped by skip={glob!r}: leave it out of skip= to have it divided")
 
@@ -227,9 +226,9 @@ class _LayingOut:
             heads = shape_of(node)[-3]
             if heads % self.ranks:
                 many = f"{heads} {kind}head" + "s" * (heads != 1)
-                said = f"attention has {many}, a number that {self.ranks} ranks divide is needed"
-                others = "one that divides them", "linears of keys and of values alone"
-                return f"{said}, or {others[self.ranks % heads == 0]}" if kind else said
+                said = f"attention has {many}, which {self.ranks} ranks do not divide"
+                others = "nor do they divide the ranks", "and keys and values have no linears of their own"
+                return f"{said}, {others[self.ranks % heads == 0]}" if kind else said
         return ""
 
     def _parts(self, linear: fx.Node, pieces: int, copies: int) -> Shards:
@@ -239,7 +238,7 @@ class _LayingOut:
         if len(cuts) > 2:
             return Shards(-1, tuple(stop - start for start, stop in pairwise(cuts)))
         if size % pieces:
-            raise Refusal(f"a linear makes {size} columns, {pieces} equal parts are needed")
+            raise Refusal(f"a linear makes {size} columns, but must make {pieces} equal parts")
         return Shards(-1, (size // pieces,) * pieces, copies if self._makes_keys(linear) else 1)
 
     def _makes_keys(self, linear: fx.Node) -> bool:
@@ -286,7 +285,7 @@ class _LayingOut:
         try:
             step(node, {table: shards}, self.ranks)
             if shards.length(self.ranks - 1, self.ranks) == 0:
-                raise Refusal(f"there are {rows} rows, one for each of {self.ranks} ranks is needed")
+                raise Refusal(f"there are {rows} rows, but {self.ranks} ranks need one each")
         except Refusal as refusal:
             self.layout.places.append(Place("embedding", path_of(node), (refusal.reason,)))
             return

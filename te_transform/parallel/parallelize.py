@@ -33,6 +33,8 @@ from te_transform.plan.options import IN_CUDA_GRAPHS, OptionError, Options, chec
 
 M = TypeVar("M", bound=nn.Module)
 
+_CONVERT = "pass the model that te_transform.convert() returns"
+
 
 @suggests
 def parallelize(
@@ -70,7 +72,7 @@ def parallelize(
     state, ranks = _check_converted(converted, mesh)
     check_skip(globs := globs_of(skip), converted)
     if not isinstance(sequence_parallel, bool):
-        raise OptionError(f"sequence_parallel is {sequence_parallel!r}, True or False is needed")
+        raise OptionError(f"expected True or False for sequence_parallel, got {sequence_parallel!r}")
     sample = as_inputs(converted, example_inputs)[0]
     forms = state.options.forms
     found = _find_layout(
@@ -96,20 +98,18 @@ def parallelize(
 def _check_converted(converted: Any, mesh: Any) -> tuple[Runner, Ranks]:
     kind = type(converted).__name__
     if not isinstance(converted, nn.Module):
-        raise ParallelError(f"parallelize() was given a {kind}, a converted model is needed")
+        raise ParallelError(f"expected a converted model, got a {kind}; {_CONVERT}")
     if wrapped := wrapped_by(converted):
         raise ParallelError(
-            f"the model is wrapped by {wrapped}, the converted model itself is needed: parallelize() it "
-            "first, then wrap"
+            f"expected the converted model itself, got it wrapped by {wrapped}; parallelize() it first, "
+            "then wrap it"
         )
     state = runner_of(converted)
     if state is None:
-        raise ParallelError(
-            f"{kind} is not converted, a converted model is needed: pass what te_transform.convert() returns"
-        )
+        raise ParallelError(f"expected a converted model, got {kind}, which is not converted; {_CONVERT}")
     if state.division is not None:
         raise ParallelError(
-            f"{kind} is divided among {state.division.ranks.count} ranks already, a whole one is needed: "
+            f"expected a whole model, got {kind}, which {state.division.ranks.count} ranks share already; "
             "te_transform.revert() and convert() it first"
         )
     _check_mesh(mesh)
@@ -121,35 +121,37 @@ def _check_converted(converted: Any, mesh: Any) -> tuple[Runner, Ranks]:
 def _check_mesh(mesh: Any) -> None:
     if not isinstance(mesh, DeviceMesh):
         raise ParallelError(
-            f"the mesh is a {type(mesh).__name__}, a DeviceMesh is needed: pass "
+            f"expected a DeviceMesh, got a {type(mesh).__name__}; pass "
             'torch.distributed.init_device_mesh("cuda", (ranks,))'
         )
     if not dist.is_available() or not dist.is_initialized():
         raise ParallelError(
-            "there is no process group, one is needed: start the script by torchrun and call "
+            "expected a process group, got none; start the script by torchrun and call "
             "torch.distributed.init_process_group()"
         )
     if mesh.ndim != 1:
         names = mesh.mesh_dim_names or ()
         raise ParallelError(
-            f"the mesh has {mesh.ndim} dimensions {names}, one is needed: pass a part of it, such as "
-            f"mesh[{names[-1] if names else 'tp'!r}]"
+            f"expected a mesh of one dimension, got {mesh.ndim} dimensions {names}; pass a part of it, "
+            f"such as mesh[{names[-1] if names else 'tp'!r}]"
         )
     if mesh.get_coordinate() is None:
         raise ParallelError(
-            f"rank {dist.get_rank()} is not in the mesh {mesh.mesh.tolist()}, one of its ranks is needed"
+            f"expected a rank of the mesh {mesh.mesh.tolist()}, got rank {dist.get_rank()}; call this only "
+            "on ranks of the mesh"
         )
 
 
 def _check_options(options: Options) -> None:
     if options.compile in IN_CUDA_GRAPHS:
         raise ParallelError(
-            f"the model was converted with compile={options.compile!r}, whose CUDA graphs each rank would "
-            "record by itself, ranks that record together are needed: pass compile=True, graphs=True"
+            "expected a model whose ranks record CUDA graphs together, got one with "
+            f"compile={options.compile!r}; convert it with compile=True, graphs=True"
         )
     if options.run_original:
         raise ParallelError(
-            "the model runs its own code, see te_transform.report(); a captured forward is needed"
+            "expected a captured forward, got a model that runs the user's own code; te_transform.report() "
+            "says why"
         )
 
 
@@ -157,22 +159,23 @@ def _check_parameters(model: nn.Module, mesh: DeviceMesh) -> None:
     for name, parameter in model.named_parameters():
         if is_traceable_wrapper_subclass(parameter.data) or type(parameter) is not nn.Parameter:
             raise ParallelError(
-                f"the parameter {name} is a {type(parameter.data).__name__}, a plain tensor is needed: "
+                f"expected plain tensors as parameters, got a {type(parameter.data).__name__} for {name}; "
                 "parallelize() the model first"
             )
         if not parameter.is_floating_point():
             raise ParallelError(
-                f"the parameter {name} is {dtype_name(parameter.dtype)}, a float is needed: make it a buffer"
+                f"expected floating-point parameters, got {dtype_name(parameter.dtype)} for {name}; make "
+                "it a buffer"
             )
         if parameter.device.type != mesh.device_type:
             raise ParallelError(
-                f"the parameter {name} is on {parameter.device}, the mesh is of {mesh.device_type} devices: "
-                f'move the model by model.to("{mesh.device_type}") first'
+                f"expected parameters on {mesh.device_type}, like the mesh, got {name} on "
+                f'{parameter.device}; move the model by model.to("{mesh.device_type}") first'
             )
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks or parameter.grad is not None:
             raise ParallelError(
-                f"the parameter {name} has a gradient or hooks, which would be lost: divide the model before "
-                "it is trained, and register hooks afterwards"
+                f"expected parameters without gradients and hooks, which would be lost, got some of {name}; "
+                "divide the model before training, and register hooks afterwards"
             )
 
 
@@ -234,7 +237,7 @@ def _check_found(model: nn.Module, found: _Found, ranks: Ranks) -> None:
         said = "; ".join(f"{place.path or 'the model'}: {', '.join(place.reasons)}" for place in found.places)
         raise ParallelError(
             f"nothing of {type(model).__name__} can be divided among ranks ({said or 'it has no linears'}), "
-            "linears between which columns or heads are apart are needed: use DDP or fully_shard()"
+            "but division needs linears whose columns or heads are independent: use DDP or fully_shard()"
         )
 
 

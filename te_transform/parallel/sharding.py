@@ -74,7 +74,7 @@ def step(node: fx.Node, held: Held, ranks: int) -> ShardingStep | None:
         return None
     rule = RULES.get(node.target)
     if rule is None:
-        raise Refusal(f"{_the(node)} reads them, an operation that is known to work on shards is needed")
+        raise Refusal(f"{_the(node)} reads them, but has no sharding rule")
     return rule(node, held, ranks)
 
 
@@ -87,7 +87,7 @@ def _linear_step(node: fx.Node, held: Held, ranks: int) -> ShardingStep:
     of_x, of_weight = held.get(x), held.get(weight)
     if of_weight is None:
         if of_x.dim == -1:
-            raise Refusal("a linear reads columns of its input, its weight in the same shards is needed")
+            raise Refusal("a linear reads columns of its input, but its weight is not in the same shards")
         return ShardingStep(of_x)
     if of_weight.dim == -2:
         shards = of_weight.on(-1)
@@ -95,14 +95,16 @@ def _linear_step(node: fx.Node, held: Held, ranks: int) -> ShardingStep:
         return ShardingStep(shards, gather=(x,) * (x in held), share=share)
     lead = (bias,) if isinstance(bias, fx.Node) else ()
     if of_x is not None and of_x != of_weight:
-        raise Refusal("a linear reads other columns than its weight has, the same shards are needed")
+        raise Refusal("a linear reads other columns than its shard of the weight has")
     return ShardingStep(None, is_term=True, share={} if x in held else {x: of_weight}, lead=lead)
 
 
 def _embedding(node: fx.Node, held: Held, ranks: int) -> ShardingStep:
     ids, weight, _, max_norm, _, by_frequency, sparse = (*node.args, None, None, 2.0, False, False)[:7]
     if held[weight].dim != -2 or max_norm is not None or by_frequency or sparse or ids in held:
-        raise Refusal("an embedding looks up what a shard of its table does not tell, a plain one is needed")
+        raise Refusal(
+            "an embedding needs its whole table, for max_norm, scale_grad_by_freq, sparse or sharded ids"
+        )
     return ShardingStep(None, is_term=True)
 
 
@@ -115,14 +117,14 @@ def _elementwise_step(node: fx.Node, held: Held, ranks: int) -> ShardingStep:
 def _aligned(node: fx.Node, given: list[fx.Node], held: Held) -> ShardingStep:
     found = {held[arg] for arg in given if arg in held}
     if len(found) > 1:
-        raise Refusal(f"{_the(node)} reads values in different shards, the same ones are needed")
+        raise Refusal(f"{_the(node)} reads values in different shards, but needs equal ones")
     (shards,) = found
     if shape_of(node)[shards.dim] != shards.size:
-        raise Refusal(f"{_the(node)} repeats shards, a dimension that stays is needed")
+        raise Refusal(f"{_the(node)} repeats shards, but the sharded dimension must keep its size")
     full = [arg for arg in given if arg not in held and _size_or_one(arg, shards.dim) == shards.size]
     alone = [arg for arg in given if arg in held and _size_or_one(arg, shards.dim) != shards.size]
     if alone:
-        raise Refusal(f"{_the(node)} reads shards of another size, equal ones are needed")
+        raise Refusal(f"{_the(node)} reads shards of different sizes, but needs equal ones")
     return ShardingStep(shards, share=dict.fromkeys(full, shards) if shards.size > 1 else {})
 
 
@@ -135,9 +137,9 @@ def _over_last(node: fx.Node, held: Held, ranks: int) -> ShardingStep:
     """Apply the rule of operations that read the whole last dimension, row by row."""
     x = node.args[0]
     if x not in held:
-        raise Refusal(f"{_the(node)} reads a sharded weight, a whole one is needed")
+        raise Refusal(f"{_the(node)} reads a sharded weight, but needs a whole one")
     if held[x].dim == -1:
-        raise Refusal(f"{_the(node)} reads whole rows, columns that are not sharded are needed")
+        raise Refusal(f"{_the(node)} reads whole rows, but the columns are sharded")
     return ShardingStep(held[x])
 
 
@@ -149,7 +151,7 @@ def _rope_step(node: fx.Node, held: Held, ranks: int) -> ShardingStep:
 def _softmax_step(node: fx.Node, held: Held, ranks: int) -> ShardingStep:
     shards = held[node.args[0]]
     if node.args[1] % -len(shape_of(node)) == shards.dim:
-        raise Refusal("a softmax reads all of a dimension, one that is not sharded is needed")
+        raise Refusal("a softmax reads a whole dimension, but this dimension is sharded")
     return ShardingStep(shards)
 
 
@@ -158,19 +160,19 @@ def _sdpa_step(node: fx.Node, held: Held, ranks: int) -> ShardingStep:
     found = [held.get(x) for x in (query, key, value_)]
     whole = tuple(x for x in (query, key, value_) if x not in held)
     if whole:
-        raise Refusal("not all of query, key and value are sharded, linears that make them are needed",
+        raise Refusal("not all of query, key and value are sharded, but linears must make all of them",
                       whole=whole)  # fmt: skip
     if any(shards.dim not in (-3, -4) or len(shards.parts) > 1 for shards in found):
-        raise Refusal("attention is sharded otherwise than by heads, whole heads are needed")
+        raise Refusal("attention is not sharded by heads, but it needs whole heads")
     of_masks = [held.get(x, found[0]) for x in (mask, argument(node, "hidden"))]
     if found[1] != found[2] or of_masks != [found[0]] * 2:
-        raise Refusal("query, keys and mask are in different shards, the same ones are needed")
+        raise Refusal("query, keys and mask are in different shards, but attention needs equal ones")
     pick = ()
     if (of_keys := found[1]).copies > 1:
         # heads repeated for all queries are more than this rank's queries need
         pick = (key, value_) if of_keys.size == found[0].size else ()
         if found[0].copies > 1 or not (pick or of_keys.size == of_keys.shares(ranks)):
-            raise Refusal("ranks have copies of several heads of keys, of one head each are needed")
+            raise Refusal("ranks have copies of several key heads, but each rank needs one")
     masks = [x for x in (mask, argument(node, "hidden")) if isinstance(x, fx.Node)]
     same = [x for x in masks if x not in held and _size_or_one(x, found[0].dim) == found[0].size > 1]
     share = dict.fromkeys(same, found[0])
@@ -183,7 +185,7 @@ def _batched_product_step(node: fx.Node, held: Held, ranks: int) -> ShardingStep
     """Apply the rule of a matrix product that is sharded by batches."""
     given = [arg for arg in node.all_input_nodes if is_tensor_node(arg)]
     if any(held[arg].dim > -3 for arg in given if arg in held):
-        raise Refusal(f"{_the(node)} reads rows or columns, batches that are sharded are needed")
+        raise Refusal(f"{_the(node)} reads sharded rows or columns, but only batches can be sharded")
     return _aligned(node, given, held)
 
 
@@ -208,7 +210,7 @@ def _reshaped_shards(before: tuple[int, ...], after: tuple[int, ...], shards: Sh
         return shards.on(next(i for i in new if after[i] == shards.size) - len(after))
     many, part = len(shards.parts), shards.parts[0]
     if len(set(shards.parts)) > 1:
-        raise Refusal("unequal parts of a product are reshaped together, equal ones are needed")
+        raise Refusal("unequal parts of a product are reshaped together, but they must be equal")
     outer = math.prod(before[i] for i in old if i < at) * many
     inner = math.prod(before[i] for i in old if i > at)
     for i in new:
@@ -221,11 +223,11 @@ def _reshaped_shards(before: tuple[int, ...], after: tuple[int, ...], shards: Sh
             continue
         if size // repeats % shards.shares(ranks):
             raise Refusal(
-                f"a dimension of {size // repeats} is to be divided, a number that {ranks} ranks divide is "
-                "needed", indivisible=True)  # fmt: skip
+                f"a dimension of {size // repeats} must be divided, but {ranks} ranks do not divide "
+                "it", indivisible=True)  # fmt: skip
         parts = (0,) if is_empty[i] else (size // repeats,) * repeats
         return Shards(i - len(after), parts, shards.copies)
-    raise Refusal("a reshape mixes shards, one that keeps them apart is needed")
+    raise Refusal("a reshape mixes shards, but must keep them apart")
 
 
 def _without_zeros(before: tuple[int, ...], after: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
@@ -292,7 +294,7 @@ def _unsqueeze_step(node: fx.Node, held: Held, ranks: int) -> ShardingStep:
 def _expand_step(node: fx.Node, held: Held, ranks: int) -> ShardingStep:
     shards = held[node.args[0]]
     if shape_of(node)[shards.dim] != shards.size:
-        raise Refusal("an expand repeats shards, a dimension that stays is needed")
+        raise Refusal("an expand repeats shards, but the sharded dimension must keep its size")
     return ShardingStep(shards, args={1: Local(shards)})
 
 
@@ -306,10 +308,10 @@ def _columns_step(node: fx.Node, held: Held, ranks: int) -> ShardingStep:
         places.append(at)
         at += part
     if start not in places or stop not in places or start >= stop:
-        raise Refusal("columns are cut out of shards, whole parts of what a linear makes are needed")
+        raise Refusal("columns are cut out of shards, but only whole parts of a linear's output can be")
     first, last = places.index(start), places.index(stop)
     if not shards.is_even(ranks):
-        raise Refusal("parts of a product are cut out of unequal shards, equal ones are needed",
+        raise Refusal("parts of a product are cut out of unequal shards, but the shards must be equal",
                       indivisible=True)  # fmt: skip
     shares, parts = shards.shares(ranks), shards.parts[first:last]
     return ShardingStep(replace(shards, parts=parts), args={1: start // shares, 2: stop // shares})
@@ -321,7 +323,7 @@ def _getitem(node: fx.Node, held: Held, ranks: int) -> ShardingStep:
         return ShardingStep(held[x])
     index = index if isinstance(index, tuple) else (index,)
     if any(isinstance(i, (fx.Node, list)) for i in index):
-        raise Refusal("an index looks up shards, slices are needed")
+        raise Refusal("an index selects from the sharded dimensions, but only slices can")
     at, rank = len(shape_of(x)) + held[x].dim, len(shape_of(x))
     there = [i for i in index if i is not None]
     if Ellipsis in index:
@@ -333,7 +335,7 @@ def _getitem(node: fx.Node, held: Held, ranks: int) -> ShardingStep:
     there += [slice(None)] * (rank - len(there))
     index = (*index, *[slice(None)] * (rank - sum(i is not None for i in index)))
     if there[at] != slice(None):
-        raise Refusal("an index cuts shards, whole ones are needed")
+        raise Refusal("an index cuts shards, but must keep them whole")
     seen, out = -1, []
     for i in index:
         seen += i is not None
@@ -346,21 +348,21 @@ def _pieces_step(node: fx.Node, held: Held, ranks: int) -> ShardingStep:
     """Shard the pieces of torch.split and torch.chunk, which must cut an unsharded dimension."""
     x, dim = node.args[0], node.args[2]
     if held[x].dim == dim:
-        raise Refusal(f"a {called(node)} cuts shards, whole ones are needed")
+        raise Refusal(f"a {called(node)} cuts shards, but must keep them whole")
     return ShardingStep(held[x])
 
 
 def _unbind(node: fx.Node, held: Held, ranks: int) -> ShardingStep:
     x, dim = node.args
     if held[x].dim == dim:
-        raise Refusal("an unbind cuts shards, whole ones are needed")
+        raise Refusal("an unbind cuts shards, but must keep them whole")
     return ShardingStep(held[x].on(held[x].dim + (held[x].dim < dim)))
 
 
 def _cat_step(node: fx.Node, held: Held, ranks: int) -> ShardingStep:
     found = _aligned(node, list(node.args[0]), held)
     if found.shards.dim == node.args[1]:
-        raise Refusal("a cat joins shards along their dimension, another one is needed")
+        raise Refusal("a cat joins shards along the sharded dimension, but must use another one")
     return found
 
 
@@ -368,7 +370,7 @@ def _repeat_interleave(node: fx.Node, held: Held, ranks: int) -> ShardingStep:
     x, repeats, dim = node.args
     shards = held[x]
     if not isinstance(repeats, int):
-        raise Refusal("shards are repeated by numbers that are computed, a constant is needed")
+        raise Refusal("shards are repeated a computed number of times, but the number must be constant")
     parts = tuple(part * repeats for part in shards.parts)
     return ShardingStep(replace(shards, parts=parts) if shards.dim == dim else shards)
 
@@ -376,7 +378,7 @@ def _repeat_interleave(node: fx.Node, held: Held, ranks: int) -> ShardingStep:
 def _cross_entropy_step(node: fx.Node, held: Held, ranks: int) -> ShardingStep:
     logits, targets = node.args[:2]
     if logits not in held or held[logits].dim != -1 or len(held[logits].parts) > 1 or targets in held:
-        raise Refusal("a cross entropy reads shards of rows, shards of the classes are needed")
+        raise Refusal("a cross entropy reads shards of rows, but needs shards of classes")
     return ShardingStep(None)
 
 

@@ -102,8 +102,8 @@ def _why_not_fp8(site: Site, path: str, is_head: bool, named: PrecisionPlan, bac
 def _head(is_head: bool) -> Iterator[str]:
     if is_head:
         yield (
-            "it computes the model's output, FP8 would round the output itself rather than terms of a later "
-            "sum: name it in a te_transform.PrecisionPlan to run it in FP8"
+            "it computes the model's output, but FP8 would round the output itself rather than terms of a "
+            "later sum: name it in a te_transform.PrecisionPlan to run it in FP8"
         )
 
 
@@ -111,7 +111,7 @@ def _foreign(site: Site, backend: Backend) -> Iterator[str]:
     kind = type(site.fused)
     if getattr(backend, kind.__name__, None) is not kind:
         yield (
-            f"{kind.__name__} is a module of the rule, a recipe needs one of TE's: leave the rule out of "
+            f"{kind.__name__} is a module of the rule, but a recipe needs one of TE's: leave the rule out of "
             "passes= to run the product in FP8"
         )
 
@@ -121,8 +121,8 @@ def _too_wide(site: Site) -> Iterator[str]:
     if not dtypes <= {*DTYPES, torch.float32}:
         found = ", ".join(sorted(map(dtype_name, dtypes)))
         yield (
-            f"the weights are {found}, FP8 needs bfloat16, float16, or float32 under torch.autocast: store "
-            "them in one of these, as model.to(torch.bfloat16) does"
+            f"the weights are {found}, but FP8 needs bfloat16, float16, or float32 under torch.autocast: "
+            "store them in one of these, as model.to(torch.bfloat16) does"
         )
 
 
@@ -132,7 +132,7 @@ def _odd_sizes(site: Site, multiple: int) -> Iterator[str]:
         if any(size % multiple for size in shape):
             enough = (-(size // -multiple) * multiple for size in shape)
             yield (
-                f"the weight is {' x '.join(map(str, shape))}, FP8 kernels need multiples of {multiple}: "
+                f"the weight is {' x '.join(map(str, shape))}, but FP8 kernels need multiples of {multiple}: "
                 f"make it {' x '.join(map(str, enough))}, if you can retrain"
             )
 

@@ -32,7 +32,7 @@ WEIGHTED = tuple(op.__name__ for op in (ops.linear, *ops.NORMS))
 def refusals(
     match: Match, operations: list[Operation], skip: tuple[str, ...], modules: tuple[str, ...], rule: Rule
 ) -> Iterator[str]:
-    """Yield every generic reason: what the model has, a comma, what is needed, a colon, what to change."""
+    """Yield every generic reason: what the model has, but what kernels need: what to change."""
     weighted = [operation for operation in operations if operation.op in WEIGHTED]
     for operation in operations:
         yield from _skipped(operation, skip, modules)
@@ -63,8 +63,8 @@ def _of_weight(operation: Operation, name: str) -> Iterator[str]:
         rows = operation.weight.shape[:1]
         if not same_shape(operation.bias.shape, rows):
             yield (
-                f"{what} is {list(operation.bias.shape)}, one element per row ({rows[0]}) is needed: add it "
-                "after the product"
+                f"{what} is {list(operation.bias.shape)}, but kernels need one element per row ({rows[0]}): "
+                "add it after the product"
             )
     for source in sources:
         yield from _of_source(what, source, is_matrix)
@@ -75,29 +75,31 @@ def _of_source(what: str, source: Any, is_matrix: bool) -> Iterator[str]:
     held = value(source)
     if is_matrix and (whole := _base_parameter(source)) is not None:
         yield (
-            f"{what} {list(held.shape)} is a view of a parameter {list(value(whole).shape)}, a whole one is "
-            "needed: store it as a parameter of its own"
+            f"{what} {list(held.shape)} is a view of a parameter {list(value(whole).shape)}, but kernels "
+            "need a whole parameter: store it as a parameter of its own"
         )
     elif is_matrix and _is_cast(source):
         dtype = dtype_name(held.dtype)
-        yield f"{what} is cast to {dtype} at every call, a parameter is needed: store it in {dtype}"
+        yield f"{what} is cast to {dtype} at every call, but kernels need a parameter: store it in {dtype}"
     elif is_matrix and (not isinstance(source, fx.Node) or source.op != "placeholder"):
         yield (
-            f"{what} is computed at every call, a parameter is needed: compute it once and store it, if you "
-            "can retrain"
+            f"{what} is computed at every call, but kernels need a parameter: compute it once and store it, "
+            "if you can retrain"
         )
     elif is_matrix and not is_parameter(source):
         kind = "a buffer" if is_model_tensor(source) else "an input or a constant"
         yield (
-            f"{what} is {kind}, a parameter is needed: store it as an nn.Parameter, with "
+            f"{what} is {kind}, but kernels need a parameter: store it as an nn.Parameter, with "
             "requires_grad=False if it is not trained"
         )
     elif is_traceable_wrapper_subclass(held) and not isinstance(held, FP8Only):
-        yield f"{what} is a {type(held).__name__}, a plain tensor is needed: load plain tensors instead"
+        yield (
+            f"{what} is a {type(held).__name__}, but kernels need a plain tensor: load plain tensors instead"
+        )
     elif not held.is_floating_point():
         yield (
-            f"{what} is {dtype_name(held.dtype)}, a floating point parameter is needed: no kernel supports "
-            "another dtype"
+            f"{what} is {dtype_name(held.dtype)}, but kernels need a floating-point parameter: no kernel "
+            "supports another dtype"
         )
 
 
@@ -147,8 +149,8 @@ def _read_elsewhere(match: Match, rule: Rule) -> Iterator[str]:
             others = [user for user in others if user.op != "output"]
         if node in sharing and node.meta.get("written") and others:
             yield (
-                f"the output of the {called(node)} is written in place, autograd raises if a product has "
-                "saved it but would not notice it in the fused module: write to a new tensor instead"
+                f"the output of the {called(node)} is written in place, but autograd cannot notice a write "
+                "in the fused module: write to a new tensor instead"
             )
             continue
         if node in sharing:  # the fused op returns only once all of its inputs exist
@@ -157,14 +159,14 @@ def _read_elsewhere(match: Match, rule: Rule) -> Iterator[str]:
         if read and node in sharing:
             yield (
                 f"the output of the {called(node)} is also read by {', '.join(read)} before the other inputs "
-                "exist, the fused module needs all of its inputs first: move that read after the linear"
+                "exist, but the fused module needs all of its inputs first: move that read after the linear"
             )
         elif read and node.target is ops.linear and all(user.target is ops.columns for user in others):
             yield from _shared_columns(node)
         elif read:
             yield (
-                f"the output of the {called(node)} is also read by {', '.join(read)}, the fused module does "
-                "not return it: let nothing else read it, if the math allows"
+                f"the output of the {called(node)} is also read by {', '.join(read)}, but the fused module "
+                "does not return it: let nothing else read it, if the math allows"
             )
 
 
@@ -192,8 +194,8 @@ def missed(miss: Miss) -> Iterator[str]:
     reads = (reading or miss.nodes)[-1]
     if reads.target is not ops.columns:
         yield (
-            f"the {called(reads)} reads {_described(miss.found)}, the rule has {_wanted(miss.wanted)} there: "
-            "write it like that, if the math allows"
+            f"the {called(reads)} reads {_described(miss.found)}, but the rule has {_wanted(miss.wanted)} "
+            "there: write it like that, if the math allows"
         )
     elif _is_linear_of_its_own(reads):
         yield from _shared_columns(reads)
@@ -214,13 +216,13 @@ def _shared_columns(product: fx.Node) -> Iterator[str]:
     """Yield the reason for an MLP whose first linear has columns that another operation reads."""
     if "merged" in product.meta:
         yield (
-            "the first linear is merged with others that read the same norm, LayerNormMLP needs a linear of "
-            "its own: give the MLP its own norm, if you can retrain"
+            "the first linear is merged with others that read the same norm, but LayerNormMLP needs a linear "
+            "of its own: give the MLP its own norm, if you can retrain"
         )
     else:
         yield (
-            "the columns of the linear are read by more than a gate and its product, a linear with only "
-            "these columns is needed: give the MLP its own linear and norm, if you can retrain"
+            "the columns of the linear are read by more than a gate and its product, but LayerNormMLP needs "
+            "a linear with only these columns: give the MLP its own linear and norm, if you can retrain"
         )
 
 
@@ -259,8 +261,8 @@ def cut(operations: Collection[fx.Node]) -> Iterator[str]:
         names = dict.fromkeys(found) or ["an in-place operation"]  # whose result nothing reads
         yield (
             f"the model calls {', '.join(names)} between these operations (a write, or a "
-            "change of gradient mode or autocast), the fused module runs all of them at once: call it before "
-            "or after them"
+            "change of gradient mode or autocast), but the fused module runs all of them at once: call it "
+            "before or after them"
         )
 
 

@@ -23,7 +23,7 @@ ENDS = {ops.linear, ops.wide_linear, *ops.NORMS, ops.sdpa}
 def obstacles(softmax: fx.Node) -> Iterator[str]:
     """Yield every reason why a softmax and the products around it cannot become fused attention.
 
-    Each reason says what the model has, a comma, and what is needed. Nothing is yielded if there is no
+    Each reason says what the model has, and what fused attention needs. Nothing is yielded if there is no
     product before or after the softmax.
     """
     before = _towards(softmax, lambda node: node.all_input_nodes, last=False)
@@ -43,28 +43,28 @@ def _reasons(path: list[fx.Node]) -> Iterator[str]:
     others = list(dict.fromkeys(called(node) for node in path if node.target not in PLAIN))
     if others:
         yield (
-            f"the attention has {', '.join(others)} between its two products, fused attention has only a "
+            f"the attention has {', '.join(others)} between its two products, but fused attention has only a "
             "scale, a mask that is added or filled in, a softmax and a dropout: no kernel supports more"
         )
     dims = {node.args[1] for node in path if node.target is torch.softmax}
     if not others and dims != {-1}:
         yield (
-            "the attention's softmax is over another dimension than the keys, fused attention needs it over "
-            "the keys: no kernel supports another dimension"
+            "the attention's softmax is over another dimension than the keys, but fused attention needs it "
+            "over the keys: no kernel supports another dimension"
         )
     factors = [node for node in path if node.target in (torch.mul, torch.div)]
     if any(all(map(is_tensor_node, node.args)) for node in factors):
         yield (
-            "the attention's scores are multiplied by a tensor, fused attention needs a number as its scale: "
-            "multiply the queries by the tensor, or add the tensor if it is a mask"
+            "the attention's scores are multiplied by a tensor, but fused attention needs a number as its "
+            "scale: multiply the queries by the tensor, or add the tensor if it is a mask"
         )
     inner = [node for node in path if {*path}.intersection(node.users)]  # all nodes but the last product
     users = {user for node in inner for user in node.users} - {*path}
     if read := readers(user for user in users if user.op == "output" or is_tensor_node(user)):
         yield (
-            f"the attention's scores or probabilities are also read by {', '.join(read)}, fused attention "
-            "does not return them: let nothing else read them, for example with need_weights=False or "
-            "output_attentions=False"
+            f"the attention's scores or probabilities are also read by {', '.join(read)}, but fused "
+            "attention does not return them: let nothing else read them, for example with need_weights=False "
+            "or output_attentions=False"
         )
     if len({node.meta.get("region") for node in path}) > 1:
         yield from _written_in_between(path)
@@ -79,13 +79,13 @@ def _written_in_between(path: list[fx.Node]) -> Iterator[str]:
         written.update(storages(first.all_input_nodes[:1]) if writes(first) else ())
     if written and ours.isdisjoint(written):
         yield (
-            "the model fills another tensor, such as a mask, in the middle of the attention, fused attention "
-            "is one call: fill the tensor before the attention"
+            "the model fills another tensor, such as a mask, in the middle of the attention, but fused "
+            "attention is one call: fill the tensor before the attention"
         )
     else:
         yield (
-            "the model writes to a tensor in the middle of the attention, fused attention is one call: make "
-            "a new tensor there"
+            "the model writes to a tensor in the middle of the attention, but fused attention is one call: "
+            "make a new tensor there"
         )
 
 

@@ -267,36 +267,36 @@ def barely_filled(model, q, k, v):
 
 
 BETWEEN = (
-    "the attention has {} between its two products, fused attention has only a scale, a mask that is added "
-    "or filled in, a softmax and a dropout: no kernel supports more"
+    "the attention has {} between its two products, but fused attention has only a scale, a mask that is "
+    "added or filled in, a softmax and a dropout: no kernel supports more"
 )
 REFUSES = {
     "weights that are read": (
         weights_read,
-        "the attention's scores or probabilities are also read by sum, fused attention does not return them: "
-        "let nothing else read them, for example with need_weights=False or output_attentions=False",
+        "the attention's scores or probabilities are also read by sum, but fused attention does not return "
+        "them: let nothing else read them, for example with need_weights=False or output_attentions=False",
     ),
     "a scale for each head": (
         scaled_by_a_tensor,
-        "the attention's scores are multiplied by a tensor, fused attention needs a number as its scale: "
+        "the attention's scores are multiplied by a tensor, but fused attention needs a number as its scale: "
         "multiply the queries by the tensor, or add the tensor if it is a mask",
     ),
     "a least score": (held, BETWEEN.format("max")),
     "a sink": (with_a_sink, BETWEEN.format("cat, columns")),
     "a softmax over heads": (
         over_heads,
-        "the attention's softmax is over another dimension than the keys, fused attention needs it over the "
-        "keys: no kernel supports another dimension",
+        "the attention's softmax is over another dimension than the keys, but fused attention needs it over "
+        "the keys: no kernel supports another dimension",
     ),
     "scores that are written": (
         written_in_between,
-        "the model writes to a tensor in the middle of the attention, fused attention is one call: make a "
-        "new tensor there",
+        "the model writes to a tensor in the middle of the attention, but fused attention is one call: make "
+        "a new tensor there",
     ),
     "a mask that is filled": (
         filled_in_between,
-        "the model fills another tensor, such as a mask, in the middle of the attention, fused attention is "
-        "one call: fill the tensor before the attention",
+        "the model fills another tensor, such as a mask, in the middle of the attention, but fused "
+        "attention is one call: fill the tensor before the attention",
     ),
     "a fill that hides nothing": (
         barely_filled,

@@ -208,7 +208,7 @@ def test_the_rule_is_off_by_default_and_names_readers_of_the_logits() -> None:
     assert reasons(sites(of(read)), "chunked_loss") == set()
     assert sites(of(with_logits)).counts["chunked_loss"] == 0
     assert reasons(sites(of(read), chunked_loss=True), "chunked_loss") == {
-        "the output of the linear is also read by logsumexp, the fused module does not return it: let "
+        "the output of the linear is also read by logsumexp, but the fused module does not return it: let "
         "nothing else read it, if the math allows"
     }
 

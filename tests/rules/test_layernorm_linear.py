@@ -192,12 +192,12 @@ def read_by_the_bias(model: Written, x: Tensor) -> Tensor:
 
 
 CUT = (
-    "the model calls {} between these operations (a write, or a change of gradient mode or autocast), the "
-    "fused module runs all of them at once: call it before or after them"
+    "the model calls {} between these operations (a write, or a change of gradient mode or autocast), but "
+    "the fused module runs all of them at once: call it before or after them"
 )
 BEFORE = (
-    "the output of the layer_norm is also read by {} before the other inputs exist, the fused module needs "
-    "all of its inputs first: move that read after the linear"
+    "the output of the layer_norm is also read by {} before the other inputs exist, but the fused module "
+    "needs all of its inputs first: move that read after the linear"
 )
 WRITTEN_OUT = (
     "the linear reads a written-out norm that ends in {}, but LayerNormLinear supports only LayerNorm and "
@@ -279,8 +279,8 @@ def test_refuses_a_norm_that_is_written_to_later() -> None:
 
     report = te_transform.inspect(seeded(own(forward)), X)
     assert reasons(report, "layernorm_linear") == {
-        "the output of the layer_norm is written in place, autograd raises if a product has saved it but "
-        "would not notice it in the fused module: write to a new tensor instead"
+        "the output of the layer_norm is written in place, but autograd cannot notice a write in the fused "
+        "module: write to a new tensor instead"
     }
 
 

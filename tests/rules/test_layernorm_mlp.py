@@ -291,8 +291,8 @@ LEAVE_CASTS = (
     "both: remove the casts"
 )
 MERGED = (
-    "the first linear is merged with others that read the same norm, LayerNormMLP needs a linear of its own: "
-    "give the MLP its own norm, if you can retrain"
+    "the first linear is merged with others that read the same norm, but LayerNormMLP needs a linear of its "
+    "own: give the MLP its own norm, if you can retrain"
 )
 OTHERWISE = (
     "the first linear's outputs go through silu, mul before the second linear, but LayerNormMLP has one "
@@ -431,8 +431,8 @@ def test_a_result_that_is_read_elsewhere_is_refused() -> None:
 
     make = written(forward, norm=LAYER_NORM, fc1=linear(H, FFN), fc2=linear(FFN, H))
     sentence = (
-        "the output of the relu is also read by the model's output, the fused module does not return it: let "
-        "nothing else read it, if the math allows"
+        "the output of the relu is also read by the model's output, but the fused module does not return it: "
+        "let nothing else read it, if the math allows"
     )
     assert reasons(sites(make), "layernorm_mlp") == {sentence}
 

@@ -125,50 +125,52 @@ def wide() -> nn.Module:
 REFUSES = {
     "computed": (
         written(lambda m, x: F.linear(x, m.inner.weight * 2), inner=linear()),
-        "the linear's weight is computed at every call, a parameter is needed: compute it once "
+        "the linear's weight is computed at every call, but kernels need a parameter: compute it once "
         "and store it, if you can retrain",
     ),
     "rows of a parameter": (
         written(lambda m, x: F.linear(x, m.inner.weight.chunk(2)[1]), inner=linear()),
-        "the linear's weight [8, 16] is a view of a parameter [16, 16], a whole one is needed: store it as a "
-        "parameter of its own",
+        "the linear's weight [8, 16] is a view of a parameter [16, 16], but kernels need a whole parameter: "
+        "store it as a parameter of its own",
     ),
     "a part of a bank": (
         banked(lambda m, x: F.linear(x, m.bank[:2].flatten(end_dim=1))),
-        "the linear's weight [32, 16] is a view of a parameter [3, 16, 16], a whole one is needed: store it "
-        "as a parameter of its own",
+        "the linear's weight [32, 16] is a view of a parameter [3, 16, 16], but kernels need a whole "
+        "parameter: store it as a parameter of its own",
     ),
     "one of a bank": (
         banked(lambda m, x: F.linear(x, m.bank[1])),
-        "the linear's weight [16, 16] is a view of a parameter [3, 16, 16], a whole one is needed: store it "
-        "as a parameter of its own",
+        "the linear's weight [16, 16] is a view of a parameter [3, 16, 16], but kernels need a whole "
+        "parameter: store it as a parameter of its own",
     ),
     "a bank that is cast": (
         banked(lambda m, x: F.linear(x.double(), m.bank.double().flatten(end_dim=1))),
-        "the linear's weight is cast to float64 at every call, a parameter is needed: store it in float64",
+        "the linear's weight is cast to float64 at every call, but kernels need a parameter: store it in "
+        "float64",
     ),
     "int8": (
         Int8,
-        "the linear's weight is computed at every call, a parameter is needed: compute it once and store "
-        "it, if you can retrain",
+        "the linear's weight is computed at every call, but kernels need a parameter: compute it once and "
+        "store it, if you can retrain",
     ),
     "cast": (
         written(lambda m, x: F.linear(x.double(), m.inner.weight.double()), inner=linear(bias=False)),
-        "the linear's weight is cast to float64 at every call, a parameter is needed: store it in float64",
+        "the linear's weight is cast to float64 at every call, but kernels need a parameter: store it in "
+        "float64",
     ),
     "a bias for all rows": (
         written(lambda m, x: F.linear(x, m.inner.weight, m.inner.bias[:1]), inner=linear()),
-        "the linear's bias is [1], one element per row (16) is needed: add it after the product",
+        "the linear's bias is [1], but kernels need one element per row (16): add it after the product",
     ),
     "a buffer": (
         with_buffer,
-        "the linear's weight is a buffer, a parameter is needed: store it as an "
+        "the linear's weight is a buffer, but kernels need a parameter: store it as an "
         "nn.Parameter, with requires_grad=False if it is not trained",
     ),
     "complex numbers": (
         complex_numbers,
-        "the linear's weight is complex64, a floating point parameter is needed: no kernel supports another "
-        "dtype",
+        "the linear's weight is complex64, but kernels need a floating-point parameter: no kernel supports "
+        "another dtype",
     ),
 }
 
@@ -207,7 +209,8 @@ def test_refuses_integers() -> None:
     model.weight = nn.Parameter(torch.randint(-3, 3, (H, H)), requires_grad=False)
     report = te_transform.inspect(nn.Sequential(linear()(), Casting(), model), X)
     assert reasons(report, "linear") == {
-        "the linear's weight is int64, a floating point parameter is needed: no kernel supports another dtype"
+        "the linear's weight is int64, but kernels need a floating-point parameter: no kernel supports "
+        "another dtype"
     }
 
 

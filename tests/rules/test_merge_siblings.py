@@ -192,8 +192,8 @@ REFUSES = {
     ),
     "computed": (
         written(scaled, q=linear(bias=False), k=linear(bias=False)),
-        "the linear's weight is computed at every call, a parameter is needed: compute it once and store "
-        "it, if you can retrain",
+        "the linear's weight is computed at every call, but kernels need a parameter: compute it once and "
+        "store it, if you can retrain",
     ),
     "a key without a bias and with odd rows": (
         written(next_to_each_other, q=linear(), k=linear(H, 4, bias=False)),
@@ -211,7 +211,7 @@ REFUSES = {
     ),
     "a buffer": (
         a_buffer,
-        "the linear's weight is a buffer, a parameter is needed: store it as an "
+        "the linear's weight is a buffer, but kernels need a parameter: store it as an "
         "nn.Parameter, with requires_grad=False if it is not trained",
     ),
 }

@@ -139,7 +139,7 @@ def test_leaves_alone_a_weight_that_calls_bring() -> None:
     report = te_transform.report(converted)
     assert not [note for note in report.notes if "Error" in note]
     sentence = (
-        "the linear's weight is an input or a constant, a parameter is needed: store it as an "
+        "the linear's weight is an input or a constant, but kernels need a parameter: store it as an "
         "nn.Parameter, with requires_grad=False if it is not trained"
     )
     assert reasons(report, "linear") == {sentence}

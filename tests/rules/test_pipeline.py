@@ -217,7 +217,9 @@ def test_a_weight_that_is_no_plain_tensor() -> None:
     weight = model[1].weight.detach()
     model[1].weight = nn.Parameter(TwoTensor(weight, weight.clone()))
     for report in (te_transform.inspect(model, X), te_transform.report(te_transform.convert(model, X))):
-        sentence = "the linear's weight is a TwoTensor, a plain tensor is needed: load plain tensors instead"
+        sentence = (
+            "the linear's weight is a TwoTensor, but kernels need a plain tensor: load plain tensors instead"
+        )
         assert reasons(report, "layernorm_linear") == reasons(report, "linear") == {sentence}
         assert report.counts == {"linear": 1}
 
@@ -268,7 +270,7 @@ def test_most_of_a_pattern_says_what_stood_in_its_way() -> None:
         fc2=tables.linear(FFN, H),
     )
     assert reasons(sites(make), "layernorm_mlp") == {
-        "the mul reads tanh, the rule has a part of a linear's columns there: write it like that, if the "
+        "the mul reads tanh, but the rule has a part of a linear's columns there: write it like that, if the "
         "math allows"
     }
 
@@ -292,8 +294,8 @@ def test_a_linear_of_which_other_columns_are_read_too_says_so() -> None:
 
     linears = {"fused": tables.linear(H, H + 2 * FFN), "down": tables.linear(FFN, H)}
     why = (
-        "the columns of the linear are read by more than a gate and its product, a linear with only these "
-        "columns is needed: give the MLP its own linear and norm, if you can retrain"
+        "the columns of the linear are read by more than a gate and its product, but LayerNormMLP needs a "
+        "linear with only these columns: give the MLP its own linear and norm, if you can retrain"
     )
     found = reasons(sites(written(parallel, norm=lambda: nn.LayerNorm(H), **linears)), "layernorm_mlp")
     assert why in found
@@ -317,5 +319,6 @@ def test_a_value_that_is_not_the_one_found_before_is_named() -> None:
     )
     (why,) = reasons(sites(make, passes=[rule]), "twice")
     assert why == (
-        "the tanh reads neg, the rule has one value for the x there: write it like that, if the math allows"
+        "the tanh reads neg, but the rule has one value for the x there: write it like that, if the math "
+        "allows"
     )
