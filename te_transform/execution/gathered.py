@@ -99,14 +99,14 @@ def run_gathered(call: ModuleCall, run: Callable[[], Any], tell: Callable[[str],
         return run()
     parameters = [*block.parameters()]
     edges = [get_gradient_edge(each) for each in parameters if each.requires_grad]
-    before, ran = [*map(_holders, parameters)], RunGraphs()
+    before, ran = [*map(_reference_counts, parameters)], RunGraphs()
     token = _ran.set(ran)
     try:
         out = run()
     finally:
         _ran.reset(token)
     is_compiled = ran == RunGraphs(1, 1) and not call.is_checkpointed
-    reads = not is_compiled or before != [*map(_holders, parameters)]
+    reads = not is_compiled or before != [*map(_reference_counts, parameters)]
     del edges
     _pending.setdefault(block, Pending(block)).add(out, reads)
     if not reads:
@@ -129,7 +129,7 @@ def with_copied_vectors(arguments: Sequence[Any]) -> Sequence[Any]:
     if (ran := _ran.get()) is None:
         return arguments
     ran.compiled += 1
-    return [each.clone() if _is_vector(each) else each for each in arguments]
+    return [each.clone() if _is_vector_parameter(each) else each for each in arguments]
 
 
 def gather_again(block: nn.Module) -> None:
@@ -138,7 +138,7 @@ def gather_again(block: nn.Module) -> None:
         block.set_unshard_in_backward(True)
 
 
-def _is_vector(argument: Any) -> bool:
+def _is_vector_parameter(argument: Any) -> bool:
     return isinstance(argument, nn.Parameter) and argument.dim() <= 1
 
 
@@ -156,7 +156,7 @@ def _is_supported(block: nn.Module) -> bool:
     return block in _pending or groups[0].unshard_in_backward
 
 
-def _holders(parameter: Tensor) -> tuple[int, int]:
+def _reference_counts(parameter: Tensor) -> tuple[int, int]:
     """Return the reference counts of a tensor and of its storage."""
     return parameter._use_count(), torch._C._storage_Use_Count(parameter.untyped_storage()._cdata)
 

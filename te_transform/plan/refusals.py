@@ -126,8 +126,8 @@ def _mixed(operations: list[Operation]) -> Iterator[str]:
     if len({weight.dtype for _, weight in weights}) > 1:
         found = ", ".join(dict.fromkeys(f"{op} {dtype_name(weight.dtype)}" for op, weight in weights))
         yield (
-            f"the parameters have several dtypes ({found}), a fused module needs one dtype: store them in "
-            "one, as model.to(torch.bfloat16) does"
+            f"the parameters have several dtypes ({found}), but a fused module needs one dtype: store them "
+            "in one, as model.to(torch.bfloat16) does"
         )
 
 

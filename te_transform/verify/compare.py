@@ -78,8 +78,8 @@ class Row:
         if self.reason:
             return f"{self.name} {self.reason}"
         return (
-            f"{self.name} has an error of {self.converted:.1e} in {self.dtype}, {MORE} times the original's "
-            f"{self.original:.1e} plus one ulp is allowed"
+            f"{self.name} has an error of {self.converted:.1e} in {self.dtype}, but at most {MORE} times "
+            f"the original's {self.original:.1e} plus one ulp is allowed"
         )
 
 

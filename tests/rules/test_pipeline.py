@@ -207,8 +207,8 @@ def test_several_dtypes() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         found = reasons(sites(make), "layernorm_linear")
     assert found == {
-        "the parameters have several dtypes (linear bfloat16, layer_norm float32), a fused module needs one "
-        "dtype: store them in one, as model.to(torch.bfloat16) does"
+        "the parameters have several dtypes (linear bfloat16, layer_norm float32), but a fused module needs "
+        "one dtype: store them in one, as model.to(torch.bfloat16) does"
     }
 
 
