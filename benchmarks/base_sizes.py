@@ -28,7 +28,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import te_transform
-from te_transform.execution.runner import runner_of
+from te_transform.execution.attach import runner_of
 
 BATCH, LENGTH, SIDE, VOCABULARY, CLASSES = 8, 128, 224, 8192, 1000
 WARM_UPS, ROUNDS, STEPS = 30, 12, 6

@@ -18,7 +18,7 @@ from te_transform.backends.fp8.gradient_sums import GradientSums, accumulating
 from te_transform.backends.fp8.registry import forget_weights, read_state, state_of
 from te_transform.backends.limits import on_kernels_device
 from te_transform.backends.tracing import in_backward
-from te_transform.execution.runner import is_divided
+from te_transform.execution.attach import is_divided
 from te_transform.graph.keywords import suggests
 from te_transform.plan.model import check_module
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from te_transform.backends.ranks import gathered
-from te_transform.execution.runner import runner_of
+from te_transform.execution.attach import runner_of
 from te_transform.execution.timing import PACKAGES, installed_version
 from te_transform.graph.keywords import suggests
 from te_transform.plan.options import Options

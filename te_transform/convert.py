@@ -21,12 +21,13 @@ from te_transform.backends.fp8.precision import Precision
 from te_transform.backends.joined import make_adjacent
 from te_transform.backends.ranks import is_first_rank
 from te_transform.execution import timing
+from te_transform.execution.attach import attach, detach, runner_of
 from te_transform.execution.calibrate import calibrate
 from te_transform.execution.classes import give_classes_back
 from te_transform.execution.console import in_a_line, progress
 from te_transform.execution.first_calls import FirstGraphs, fails_captured, first_calls, traced_otherwise
 from te_transform.execution.fp8_only import dequantize_weights
-from te_transform.execution.runner import Runner, attach, detach, runner_of
+from te_transform.execution.runner import Runner
 from te_transform.execution.timing import Timing
 from te_transform.graph.inputs import InputError, Inputs, TraceError, as_inputs
 from te_transform.graph.keywords import suggests

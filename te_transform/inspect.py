@@ -10,8 +10,9 @@ from typing import Any
 from torch import nn
 
 from te_transform.execution import timing
+from te_transform.execution.attach import attach, detach
 from te_transform.execution.first_calls import FirstGraphs, raises_captured, watched_calls
-from te_transform.execution.runner import Runner, attach, detach
+from te_transform.execution.runner import Runner
 from te_transform.execution.timing import Timing
 from te_transform.graph.capture import ways_to_call
 from te_transform.graph.inputs import Inputs, TraceError, as_inputs

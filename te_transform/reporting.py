@@ -8,9 +8,10 @@ from dataclasses import replace
 
 from torch import nn
 
+from te_transform.execution.attach import runner_of
 from te_transform.execution.blocks import blocks
 from te_transform.execution.first_calls import FirstGraphs
-from te_transform.execution.runner import Runner, runner_of
+from te_transform.execution.runner import Runner
 from te_transform.execution.trials import TOLD
 from te_transform.graph.inputs import Inputs
 from te_transform.plan.assign import assign

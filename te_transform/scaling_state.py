@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from te_transform.backends.fp8.precision import Precision
-from te_transform.execution.runner import runner_of
+from te_transform.execution.attach import runner_of
 from te_transform.plan.model import ModelError, check_module
 from te_transform.plan.precision_plan import PrecisionError
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import fx, nn
 
-from te_transform.execution.runner import is_divided
+from te_transform.execution.attach import is_divided
 from te_transform.graph.capture import capture, on_fake_tensors
 from te_transform.graph.edit import name_model_tensors
 from te_transform.graph.inputs import TraceError, as_inputs

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 import te_transform
+from te_transform.execution.attach import runner_of
 from te_transform.execution.captured_graph import CapturedGraph, Observer
-from te_transform.execution.runner import runner_of
 from te_transform.report.report import Report
 from tests.bitwise import untouched
 from tests.zoo import CASES, EXTRA, Case, Inputs, tensors

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import te_transform
 from te_transform.backends.fp8.registry import state_of
-from te_transform.execution.runner import runner_of
+from te_transform.execution.attach import runner_of
 from tests import stand_in
 
 WIDTH = 32

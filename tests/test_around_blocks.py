@@ -16,7 +16,7 @@ from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
 import te_transform
-from te_transform.execution.runner import runner_of
+from te_transform.execution.attach import runner_of
 from tests.attacks import WIDTH, Block, Pair, X
 
 LABELS = torch.arange(X.shape[1]).expand(X.shape[:2])

@@ -15,7 +15,7 @@ import te_transform
 from te_transform import OptionError
 from te_transform.convert import te_transform as backend
 from te_transform.execution import timing
-from te_transform.execution.runner import runner_of
+from te_transform.execution.attach import runner_of
 from te_transform.graph.inputs import Inputs
 from te_transform.inspect import plans_of
 from te_transform.pipeline import PIPELINE

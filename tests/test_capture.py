@@ -25,7 +25,8 @@ from torch.utils.checkpoint import checkpoint
 
 import te_transform
 from te_transform.backends import joined
-from te_transform.execution.runner import Runner, runner_of
+from te_transform.execution.attach import runner_of
+from te_transform.execution.runner import Runner
 from te_transform.graph import capture, questions
 from te_transform.graph.capture import SETTINGS
 from te_transform.report.report import Report

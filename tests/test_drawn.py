@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 import te_transform
 from te_transform.backends import limits
 from te_transform.execution import trials
-from te_transform.execution.runner import runner_of
+from te_transform.execution.attach import runner_of
 from tests import compilers, recordings
 from tests.attacks import each
 from tests.models.drawn import (

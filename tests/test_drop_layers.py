@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import te_transform
 from te_transform import ModelError, OptionError
-from te_transform.execution.runner import runner_of
+from te_transform.execution.attach import runner_of
 from te_transform.training import drop_layers
 from te_transform.training.layer_calls import decide_on_layers
 from tests import ranks

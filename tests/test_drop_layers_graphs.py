@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import te_transform
-from te_transform.execution.runner import runner_of
+from te_transform.execution.attach import runner_of
 from te_transform.training.layer_calls import decide_on_layers
 from tests import ranks
 from tests.conversions import ALL

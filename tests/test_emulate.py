@@ -13,8 +13,8 @@ from transformers.pytorch_utils import Conv1D
 import te_transform
 from te_transform.backends import plain
 from te_transform.backends.fp8.registry import state_of
+from te_transform.execution.attach import runner_of
 from te_transform.execution.products import Products
-from te_transform.execution.runner import runner_of
 from te_transform.graph.inputs import Inputs
 from te_transform.plan.precision_plan import PrecisionPlan
 from te_transform.verify.emulate import E4M3, E5M2, Formats, Quantizer, emulated, emulated_product, formats_of

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import te_transform
 from te_transform.backends.ranks import fsdp_groups
 from te_transform.execution import gathered
-from te_transform.execution.runner import original_forward
+from te_transform.execution.attach import original_forward
 from tests import ranks
 
 pytestmark = pytest.mark.usefixtures("te", "process_group", "compilations")

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import te_transform
 from te_transform import integrations
-from te_transform.execution.runner import runner_of
+from te_transform.execution.attach import runner_of
 from te_transform.integrations import ConvertCallback, prepare
 from te_transform.integrations.planned_conversion import PlannedConversion
 from tests.packages import BATCHES, LLAMA_IDS, close, llama, original, train, training_arguments, weights

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import te_transform
-from te_transform.execution.runner import runner_of
+from te_transform.execution.attach import runner_of
 from tests.attacks import Block, Loops, Pair, X, call, with_input_gradient
 from tests.models.tiny import WIDTH
 from tests.zoo import seeded

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import te_transform
 from te_transform import InputError, ModelError, OptionError, Profile, TraceError
 from te_transform.command_line.main import main
-from te_transform.execution.runner import runner_of
+from te_transform.execution.attach import runner_of
 from te_transform.graph.inputs import as_inputs
 from te_transform.profile import classes
 from te_transform.profile.analysis import Analysis

@@ -16,8 +16,8 @@ import te_transform
 from te_transform.backends import limits
 from te_transform.backends.fp8.fp8_only import exact, is_fp8_only
 from te_transform.backends.joined import Join
+from te_transform.execution.attach import runner_of
 from te_transform.execution.fp8_only import dequantize_weights
-from te_transform.execution.runner import runner_of
 from te_transform.fp8_only.weights import FP8Weight, quantize_together
 from tests import stand_in
 

@@ -25,7 +25,7 @@ from te_transform import (
     backends,
 )
 from te_transform.backends import limits, plain
-from te_transform.execution.runner import runner_of
+from te_transform.execution.attach import runner_of
 from te_transform.graph.capture import capture
 from te_transform.graph.nodes import value
 from te_transform.plan.match import Site, plan

@@ -21,7 +21,7 @@ import te_transform
 from te_transform import Rule
 from te_transform.backends import plain
 from te_transform.backends.joined import adjacent
-from te_transform.execution.runner import runner_of
+from te_transform.execution.attach import runner_of
 from te_transform.graph.inputs import Inputs
 from te_transform.graph.preserve import preserved
 from te_transform.passes import layernorm_linear

@@ -15,9 +15,10 @@ from enum import Enum, auto
 import torch
 from torch import fx, nn
 
+from te_transform.canonicalize import functions
 from te_transform.execution.blocks import are_held_by_parts, blocks
 from te_transform.execution.call_context import Mode, mode_of
-from te_transform.graph.nodes import called
+from te_transform.graph.nodes import called, replaced_function
 
 CHECKPOINTED = (
     "activation checkpoints are on in the forward and the model has no list of blocks to capture one by one: "
@@ -32,6 +33,17 @@ CHECKPOINTED_INSIDE = (
 NESTED_MODEL = (
     "nn.TransformerEncoder skips padded tokens and returns zeros for them, but not if it is traced: "
     "evaluation runs the user's own code"
+)
+
+
+_WRITES = (
+    "an autograd.Function in the forward writes in place to its argument, and dynamo captures gradients that "
+    "ignore the write: the forward runs as the user's own code"
+)
+
+_REPLACED = (
+    "other code has replaced PyTorch's {} by another function, which PyTorch itself would call during a "
+    "trace: forwards that call it run as the user's own code"
 )
 
 
@@ -124,3 +136,11 @@ def has_layers_evaluated_whole(captured: fx.GraphModule) -> bool:
 def makes_nested_tensors(module: nn.Module) -> bool:
     """Return True if the module is an nn.TransformerEncoder that makes nested tensors of padded inputs."""
     return isinstance(module, nn.TransformerEncoder) and bool(getattr(module, "use_nested_tensor", False))
+
+
+def why_uncaptured(captured: fx.GraphModule) -> str | None:
+    """Return why a graph would compute something different from the forward, or None."""
+    if functions.write_to_what_they_are_given(captured):
+        return _WRITES
+    name = replaced_function(captured.graph)
+    return None if name is None else _REPLACED.format(name)

@@ -1,6 +1,6 @@
 """The runner of a converted model, which the forward of its class calls.
 
-Only this file and classes.py, which swaps the class, touch the user's model. The exceptions are parallel/ and
+Only this file, attach.py and classes.py touch the user's model. The exceptions are parallel/ and
 fp8_only.py, which replace parameters on request. The model's modules, parameters and attributes do not
 change.
 """
@@ -10,8 +10,8 @@ from __future__ import annotations
 import copy
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
 from contextvars import ContextVar
 from dataclasses import replace
 from functools import partial
@@ -27,16 +27,15 @@ from te_transform.backends.fp8 import gradient_sums
 from te_transform.backends.fp8.precision import Precision
 from te_transform.backends.ranks import is_sharded
 from te_transform.backends.tracing import in_backward
-from te_transform.canonicalize import functions
-from te_transform.execution.blocks import blocks, parts, skipped_inside
+from te_transform.execution.blocks import blocks, skipped_inside
 from te_transform.execution.call_context import ModuleCall
 from te_transform.execution.captured_graph import CapturedGraph, Observer
 from te_transform.execution.captures import Captures, Checker
-from te_transform.execution.classes import ModuleRole, Role, parts_stay_out, restore_class, swap_class
+from te_transform.execution.classes import ModuleRole, Role, parts_stay_out, swap_class
 from te_transform.execution.division import Division, RankGroup
 from te_transform.execution.executors.user_code import UserCode
 from te_transform.execution.extension import Extension
-from te_transform.execution.gathered import gather_again, run_gathered
+from te_transform.execution.gathered import run_gathered
 from te_transform.execution.lower import ScatteredGroups
 from te_transform.execution.material import ReportMaterial
 from te_transform.execution.model_ref import ModelRef, held_groups_told
@@ -48,28 +47,18 @@ from te_transform.execution.policy import (
     has_checkpoints,
     has_layers_evaluated_whole,
     makes_nested_tensors,
+    why_uncaptured,
 )
 from te_transform.graph.bound import bind
 from te_transform.graph.capture import capture, code_of
 from te_transform.graph.names import name_as_in
-from te_transform.graph.nodes import replaced_function
 from te_transform.graph.preserve import preserved, preserving
 from te_transform.plan.assign import put_in_recipe
 from te_transform.plan.match import Site, plan
-from te_transform.plan.model import CONVERTED, ModelError
+from te_transform.plan.model import CONVERTED
 from te_transform.plan.options import Options
 
 log = logging.getLogger(__name__)
-
-_WRITES = (
-    "an autograd.Function in the forward writes in place to its argument, and dynamo captures gradients that "
-    "ignore the write: the forward runs as the user's own code"
-)
-
-_REPLACED = (
-    "other code has replaced PyTorch's {} by another function, which PyTorch itself would call during a "
-    "trace: forwards that call it run as the user's own code"
-)
 
 _GATHERED = (
     "fully_shard() gathers the parameters of a divided model to new addresses in each call, but CUDA graphs "
@@ -256,7 +245,7 @@ class Runner:
             elif was is not Cut.BLOCKS_AND_HEAD:
                 self.capture_blocks(model)
             raise SkipFrame(why or CHECKPOINTED)
-        if (why := _why_uncaptured(captured)) is not None:
+        if (why := why_uncaptured(captured)) is not None:
             self.tell(why)
             raise SkipFrame(why)
         if has_layers_evaluated_whole(captured) and any(map(makes_nested_tensors, self.model_ref.modules())):
@@ -403,81 +392,12 @@ class _OnStandIns(Exception):
     """The end of a call of a divided model that will be repeated. FP8 must not see values of stand-ins."""
 
 
-def attach(model: nn.Module, runner: Runner) -> None:
-    """Make `model` and its parts run their captured forward."""
-    swap_class(model, ModuleRole(runner, Role.MODEL))
-    for part in parts(model):
-        with suppress(ModelError):  # a direct call of the part runs the user's own code
-            swap_class(part, ModuleRole(runner, Role.PART))
-
-
-def detach(model: nn.Module) -> None:
-    """Restore the class and forward of every module in `model`. Nothing else was changed."""
-    if (runner := runner_of(model)) is not None:
-        runner.release()
-        if runner.division is not None:
-            runner.division.collect()
-            runner.division = None
-    for module in model.modules():
-        gather_again(module)
-        restore_class(module)
-    for parameter in model.parameters():
-        parameter.__dict__.pop(CONVERTED, None)
-
-
-def is_divided(model: nn.Module) -> bool:
-    """Return True if te_transform.parallelize() has divided the model, or a part of it, among ranks."""
-    return any(runner.division is not None for runner in runners(model))
-
-
-def runner_of(model: nn.Module) -> Runner | None:
-    """Return the runner of a converted model, or None."""
-    role = vars(model).get(CONVERTED)
-    return role.runner if role is not None else None
-
-
-def without_extensions(model: nn.Module) -> AbstractContextManager[None]:
-    """Run the converted models in `model` without their extensions."""
-    return _with_setting(runners(model), "extension", None)
-
-
-def original_forward(model: nn.Module) -> AbstractContextManager[None]:
-    """Run the user's own code of all converted models in `model`."""
-    return _with_setting([runner.policy for runner in runners(model)], "run_original", True)
-
-
-@contextmanager
-def _with_setting(holders: Sequence[Any], name: str, value: Any) -> Iterator[None]:
-    """Set an attribute of all holders inside of the context."""
-    before = [(holder, getattr(holder, name)) for holder in holders]
-    try:
-        for holder in holders:
-            setattr(holder, name, value)
-        yield
-    finally:
-        for holder, held in before:
-            setattr(holder, name, held)
-
-
-def runners(model: nn.Module) -> list[Runner]:
-    """Return the runners of all converted models in `model`: the model itself, or modules of it."""
-    return [*{id(r): r for r in map(runner_of, model.modules()) if r is not None}.values()]
-
-
 def _sharing(model: nn.Module, root: nn.Module) -> tuple[str, ...]:
     """Return the paths of the modules that share a graph of the forward of `root`, with `root` first."""
     if root is model:
         return ("",)
     alike = [(path, module) for path, module in model.named_modules() if type(module) is type(root)]
     return tuple(path for path, module in sorted(alike, key=lambda found: found[1] is not root))
-
-
-def _why_uncaptured(captured: fx.GraphModule) -> str | None:
-    """Return why a graph would compute something different from the forward, or None."""
-    if functions.write_to_what_they_are_given(captured):
-        return _WRITES
-    name = replaced_function(captured.graph)
-    return None if name is None else _REPLACED.format(name)
 
 
 def _may_fail_again(error: Exception, call: ModuleCall) -> bool:

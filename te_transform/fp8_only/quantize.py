@@ -12,8 +12,8 @@ from te_transform.backends.fp8.fp8_only import is_fp8_only
 from te_transform.backends.fp8.registry import forget_weights, read_state, share_state
 from te_transform.backends.joined import is_stored
 from te_transform.backends.limits import on_kernels_device
+from te_transform.execution.attach import is_divided
 from te_transform.execution.fp8_only import parameters_in, replace_by_fp8_only
-from te_transform.execution.runner import is_divided
 from te_transform.fp8_only.weights import quantize_together
 from te_transform.plan.model import check_module
 

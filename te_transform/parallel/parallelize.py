@@ -17,8 +17,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from te_transform.backends.fp8.precision import Precision
 from te_transform.canonicalize import canonicalize
+from te_transform.execution.attach import runner_of
 from te_transform.execution.distances import distance, rounding
-from te_transform.execution.runner import Runner, runner_of
+from te_transform.execution.runner import Runner
 from te_transform.graph.capture import capture, ways_to_call
 from te_transform.graph.inputs import Inputs, TraceError, as_inputs
 from te_transform.graph.keywords import suggests

@@ -8,13 +8,13 @@ from typing import Any
 
 from torch import fx, nn
 
+from te_transform.execution.attach import runners
 from te_transform.execution.call_context import CallContext
 from te_transform.execution.captured_graph import CapturedGraph
 from te_transform.execution.executors import Executor
 from te_transform.execution.executors.captured import Captured
 from te_transform.execution.executors.fused import Fused
 from te_transform.execution.lower import lower, lower_unfused
-from te_transform.execution.runner import runners
 from te_transform.graph.nodes import path_of
 from te_transform.profile.ranges import Label, Ranges
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from te_transform.backends.ranks import gathered
-from te_transform.execution.runner import runner_of, runners
+from te_transform.execution.attach import runner_of, runners
 from te_transform.graph.inputs import Inputs, as_inputs
 from te_transform.graph.keywords import suggests
 from te_transform.graph.preserve import one_at_a_time, same_random

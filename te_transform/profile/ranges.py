@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch._C._profiler import _RecordFunctionFast
 
-from te_transform.execution.runner import runner_of
+from te_transform.execution.attach import runner_of
 from te_transform.plan.model import is_compiled
 
 PREFIX = "te_transform.range "

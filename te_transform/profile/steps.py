@@ -15,7 +15,7 @@ from torch._dynamo.utils import get_compilation_metrics
 from torch.profiler import ProfilerActivity
 from torch.profiler import profile as profiler
 
-from te_transform.execution.runner import runners
+from te_transform.execution.attach import runners
 from te_transform.execution.timing import scalar_of
 from te_transform.execution.trials import graphs_only
 from te_transform.graph.inputs import Inputs, TraceError

@@ -18,7 +18,8 @@ from typing import Any
 from torch import nn
 
 from te_transform.backends.tracing import in_backward
-from te_transform.execution.runner import Runner, runner_of
+from te_transform.execution.attach import runner_of
+from te_transform.execution.runner import Runner
 from te_transform.graph.keywords import suggests
 from te_transform.plan.model import ModelError, check_module
 from te_transform.plan.options import IN_CUDA_GRAPHS, OptionError

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo import config as dynamo
 
-from te_transform.execution.runner import original_forward
+from te_transform.execution.attach import original_forward
 from te_transform.graph.inputs import Inputs
 from te_transform.graph.preserve import same_buffers
 from te_transform.verify.cases import Case, all_rows, rows_of_case

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import nn
 
+from te_transform.execution.attach import runners
 from te_transform.execution.captured_graph import CapturedGraph, Observer
-from te_transform.execution.runner import runners
 from te_transform.execution.writes import unwritten
 from te_transform.plan.match import Site
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from te_transform.backends.limits import ignore_size_limits
-from te_transform.execution.runner import original_forward, runners, without_extensions
+from te_transform.execution.attach import original_forward, runners, without_extensions
 from te_transform.graph.inputs import Inputs
 from te_transform.graph.preserve import same_buffers
 from te_transform.verify.bisect import Called, bisect_failures, with_observer

@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from te_transform.backends.fp8.registry import read_state, state_of
+from te_transform.execution.attach import runners
 from te_transform.execution.captured_graph import CapturedGraph
-from te_transform.execution.runner import runners
 from te_transform.plan.match import Site
 from te_transform.verify.bisect import with_observer
 from te_transform.verify.emulate import Formats, emulated, formats_of

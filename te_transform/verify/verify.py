@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from te_transform.execution.runner import runners
+from te_transform.execution.attach import runners
 from te_transform.graph.inputs import as_inputs
 from te_transform.graph.keywords import suggests
 from te_transform.graph.preserve import one_at_a_time, preserved

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 import te_transform
 from te_transform.backends import plain
+from te_transform.execution.attach import runner_of
 from te_transform.execution.call_context import CallContext
 from te_transform.execution.captured_graph import Observer
 from te_transform.execution.executors.captured import Captured
 from te_transform.execution.graph_version import GraphVersion
-from te_transform.execution.runner import runner_of
 from te_transform.graph import ops
 from tests.models.tiny import WIDTH, Tiny
 from tests.zoo import CASES, EXTRA, seeded

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import te_transform
-from te_transform.execution.runner import runner_of
+from te_transform.execution.attach import runner_of
 from tests import attacks
 from tests.attacks import Attends, Pair, X, observed
 from tests.executors.helpers import Deep, loss, replayed

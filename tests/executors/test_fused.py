@@ -16,9 +16,9 @@ from torch.utils.checkpoint import checkpoint
 
 import te_transform
 from te_transform.backends import limits
+from te_transform.execution.attach import runner_of
 from te_transform.execution.executors.captured import Captured
 from te_transform.execution.executors.fused import Fused
-from te_transform.execution.runner import runner_of
 from tests.models.tiny import MLP, WIDTH, Tiny
 from tests.zoo import seeded
 

@@ -20,10 +20,10 @@ from torch.utils.checkpoint import checkpoint
 
 import te_transform
 from te_transform.backends import limits
+from te_transform.execution.attach import runner_of
 from te_transform.execution.executors.captured import Captured
 from te_transform.execution.executors.fused import Fused
 from te_transform.execution.executors.user_code import UserCode
-from te_transform.execution.runner import runner_of
 from te_transform.execution.trials import IN_A_ROW, LASTS, MAX_TRIALS, ROUNDS, TOLD, Trial, Trials
 from tests.models.tiny import WIDTH, Tiny
 from tests.zoo import CASES, seeded

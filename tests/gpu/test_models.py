@@ -4,7 +4,7 @@ import pytest
 
 import te_transform
 from te_transform.backends.fp8.registry import state_of
-from te_transform.execution.runner import runner_of
+from te_transform.execution.attach import runner_of
 from tests.conversions import ALL
 from tests.gpu.zoo import converted, sample
 

@@ -9,7 +9,7 @@ import torch
 from transformers import ViTConfig, ViTForImageClassification
 
 import te_transform
-from te_transform.execution.runner import runner_of
+from te_transform.execution.attach import runner_of
 from te_transform.execution.trials import IN_A_ROW, LASTS, ROUNDS, TOLD
 
 pytestmark = pytest.mark.usefixtures("by_size")

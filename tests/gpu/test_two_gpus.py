@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import te_transform
 from te_transform.backends import limits
-from te_transform.execution.runner import runner_of
+from te_transform.execution.attach import runner_of
 from tests.divided import check_dropouts, dropouts, equal, errors, gradients, whole
 from tests.gpu.llama import VOCAB, llama
 from tests.ranks import mesh, scales_before, spawn

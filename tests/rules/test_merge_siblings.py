@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import te_transform
 from te_transform.backends.joined import Split, adjacent
-from te_transform.execution.runner import runner_of
+from te_transform.execution.attach import runner_of
 from te_transform.graph.nodes import value
 from tests.rules.tables import FFN, H, Make, Written, X, assert_refused, fused, linear, sites, written
 from tests.zoo import CASES, seeded
