@@ -172,7 +172,7 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 def observed(model: nn.Module, act: Act, x: Tensor) -> dict[str, Any]:
-    """What `act` gives, the gradients of a loss on it, and the buffers then; or the error that it raises."""
+    """Return the result of `act`, gradients of a loss on it, and buffers; or the error that it raises."""
     torch.manual_seed(0), random.seed(0), numpy.random.seed(0)
     model.zero_grad()
     x = x.detach().clone()

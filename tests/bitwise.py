@@ -1,4 +1,4 @@
-"""What must not change when a conversion fails: everything that a model is, down to the objects."""
+"""The state that must not change when a conversion fails: everything of a model, down to the objects."""
 
 import random
 from collections.abc import Iterator

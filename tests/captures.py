@@ -134,7 +134,7 @@ def canonical(
 
 
 def op_counts(graph: fx.Graph) -> Counter:
-    """How often the graph calls each op, but for casts and columns."""
+    """Return how often the graph calls each op, without casts and columns."""
     called = (node.target for node in graph.nodes if node.op == "call_function")
     return Counter(t.__name__ for t in called if t in OPS - {ops.cast, ops.columns})
 

@@ -74,14 +74,14 @@ class Pair:
 
 @cache
 def as_built(name: str) -> Pair:
-    """As a user has it: with the model's own dropouts, verified, the original kept."""
+    """Convert a copy of the model with its own dropouts, verified, as a user does."""
     model = ALL[name].build()
     return Pair(ALL[name], model, te_transform.convert(model, ALL[name].sample()))
 
 
 @cache
 def in_bf16(name: str) -> Pair:
-    """As built, in bf16, converted in place."""
+    """Convert the model in place, as built, in bf16."""
     original, model = ALL[name].build().bfloat16(), ALL[name].build().bfloat16()
     sample = cast(ALL[name].sample(), torch.bfloat16)
     converted = te_transform.convert(model, sample, inplace=True)
@@ -90,7 +90,7 @@ def in_bf16(name: str) -> Pair:
 
 
 def inspected(case: Case, **options: Any) -> Report:
-    """What is planned for Transformer Engine in bf16, of a model that is as it was afterwards."""
+    """Return the plan for Transformer Engine in bf16. The model does not change."""
     model, inputs = case.build().bfloat16(), cast(case.sample(), torch.bfloat16)
     with untouched(model):
         return te_transform.inspect(model, inputs, backend="te", **options)
@@ -104,7 +104,7 @@ def planned(name: str) -> Report:
 
 @cache
 def drops(name: str) -> bool:
-    """Whether the model, as it is built, has a dropout that shows."""
+    """Return True if the model, as built, has a dropout that changes its output."""
     model, inputs = ALL[name].build(), ALL[name].sample()
     one, other = (run(model, inputs, training=True, seed=seed) for seed in (0, 1))
     return not all(map(torch.equal, one, other))
@@ -119,7 +119,7 @@ def run(model: nn.Module, inputs: Inputs, training: bool = False, seed: int = 0)
 
 @contextmanager
 def calls(model: nn.Module) -> Iterator[Counter[str]]:
-    """How many linears and attentions the sites of a converted model that run meanwhile stand for."""
+    """Count the linears and attentions in the sites that run while the context is open."""
     found: Counter[str] = Counter()
 
     def count(graph: CapturedGraph, arguments: Any) -> None:
@@ -148,7 +148,7 @@ def cast(inputs: Inputs, dtype: torch.dtype) -> Inputs:
 
 
 def gradients(model: nn.Module, inputs: Inputs) -> dict[str, Tensor | None]:
-    """Of sum(output * fixed noise), for every parameter that is trained, by its name."""
+    """Return the gradients of sum(output * fixed noise) of all trained parameters, by name."""
     torch.manual_seed(0)
     outputs = [output for output in tensors(model.train()(**inputs)) if output.requires_grad]
     generator = torch.Generator().manual_seed(0)
@@ -158,14 +158,14 @@ def gradients(model: nn.Module, inputs: Inputs) -> dict[str, Tensor | None]:
 
 
 def same_bits(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    """Whether two state dicts have the same names in the same order, and the same values, dtypes, shapes."""
+    """Return True if two state dicts have equal names, order, values, dtypes and shapes."""
     pairs = zip(one.values(), other.values(), strict=False)
     return list(one) == list(other) and all(a.dtype == b.dtype and torch.equal(a, b) for a, b in pairs)
 
 
 @contextmanager
 def logged(name: str, level: int = logging.NOTSET) -> Iterator[list[str]]:
-    """What a logger says meanwhile: pytest's caplog does not hear those that do not propagate."""
+    """Collect the messages of a logger. pytest's caplog misses loggers that do not propagate."""
     said: list[str] = []
     handler, logger = logging.Handler(level), logging.getLogger(name)
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]

@@ -148,7 +148,7 @@ def rounded(x: Tensor, scale: Tensor | None = None) -> Tensor:
 
 
 class Quantizer:
-    """What TE has for a weight."""
+    """The base of quantizers of weights."""
 
     dtype = "E4M3"
     internal = True
@@ -161,7 +161,7 @@ class Quantizer:
 
 
 class Float8Quantizer:
-    """What TE has for a tensor of delayed scaling; on the CPU nobody calls it."""
+    """The quantizer of delayed scaling. No CPU code calls it."""
 
 
 class Float8Tensor(Tensor):
@@ -179,7 +179,7 @@ class Float8Tensor(Tensor):
 
 
 class Base(nn.Module):
-    """What TE's modules have in common."""
+    """The common base of TE's modules."""
 
     quantized = 0  # how often weights were
     weight_names = ("weight",)
@@ -344,7 +344,7 @@ class Run(torch.autograd.Function):
 
 
 def _of_op(options: dict[str, Any]) -> dict[str, Any]:
-    """What a module was made with, by our names."""
+    """Return the arguments of a module's constructor, by our names."""
     return {"returns_norm" if k == "return_layernorm_output" else k: v for k, v in options.items()}
 
 
@@ -553,7 +553,7 @@ def parallel_cross_entropy(logits: Tensor, targets: Tensor, ignore_idx: int) -> 
 
 
 class CrossEntropy(torch.autograd.Function):
-    """As TE's: its backward overwrites what the forward has kept."""
+    """The stand-in for TE's cross entropy, whose backward overwrites the saved logits."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, ignore_idx: int) -> Tensor:
@@ -640,7 +640,7 @@ def modules() -> dict[str, ModuleType]:
 
 
 def forget(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let backends/te/ be imported anew."""
+    """Make the next import of backends/te/ run it again."""
     for name in _names():
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.delattr(te_transform.backends, "te", raising=False)

@@ -103,7 +103,7 @@ class TwoTowers(Nested):
 
 
 def paths(model: nn.Module) -> list[str]:
-    """Of the sites of all graphs that there are by now."""
+    """Return the paths of the sites of all current graphs."""
     return [site.path for graph in runner_of(model).graphs for site in graph.plan.sites]
 
 
@@ -154,7 +154,7 @@ def test_other_ways_to_call_blocks(kind: type[nn.Module]) -> None:
 
 
 def test_modules_that_a_forward_held_where_its_graph_ended_have_their_paths() -> None:
-    """As the head in self.head(self.hidden(x)), which is read before the call in which the graph ends."""
+    """The head in self.head(self.hidden(x)) is read before the call that ends the graph."""
     report = te_transform.report(Pair.of(Nested).converted)
     assert sorted(site.path for site in report.sites) == [
         "backbone.layers.0.mlp",

@@ -1,4 +1,4 @@
-"""What a forward does besides computing: modes it enters, tensors it writes to, how its parts are called."""
+"""Side effects of a forward: modes it enters, tensors it writes to, and calls of its parts."""
 
 import copy
 import threading
@@ -166,7 +166,7 @@ def activation_in_place(self: Any, x: Tensor) -> Tensor:
 
 
 def what_attention_gives(self: Any, x: Tensor) -> Tensor:
-    """As Nystromformer adds a convolution to it."""
+    """Return attention with a convolution of the values, as Nystromformer computes it."""
     a, y = self.attention, self.norm(x)
     value = a.v_proj(y)
     out = (a.q_proj(y) @ a.k_proj(y).mT / 4).softmax(-1) @ value
@@ -377,7 +377,7 @@ PARTS: dict[str, Callable[[Any, Tensor], Any]] = {
 
 @pytest.mark.parametrize("name", PARTS)
 def test_parts_that_are_called_from_outside(name: str) -> None:
-    """As somebody's own forward of the block does who captures activations, or tries things in a notebook."""
+    """Code that captures activations, or a notebook, calls the parts of a block itself."""
     Pair.shared(Tiny).agree(lambda model, x: PARTS[name](model.blocks[0].attention, x.requires_grad_()))
 
 
@@ -404,7 +404,7 @@ def backbone_alone(model: nn.Module, x: Tensor) -> Tensor:
 
 
 def a_forward_of_its_own(model: nn.Module) -> None:
-    """As TRL's trainers set one, which calls the backbone and computes the loss itself."""
+    """Set a forward as TRL's trainers do, which calls the backbone and computes the loss itself."""
     own = model.forward
     model.forward = lambda x, whole=False: own(x) if whole else model.backbone(x) * 2
 

@@ -18,7 +18,7 @@ from tests.zoo import seeded
 
 
 class Norm(nn.Module):
-    """What the norms below have; each computes in a way of its own."""
+    """The common base of the norms below, each of which has its own forward."""
 
     def __init__(self):
         super().__init__()
@@ -115,7 +115,7 @@ COPIES: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("name", COPIES)
 def test_a_copy_of_what_is_written_to_before_the_norm(name: str) -> None:
-    """As a residual that is scaled by a factor of one, and added to in place."""
+    """The residual is copied, also by a factor of one or a cast, and written to in place."""
 
     def forward(self: Any, x: Tensor) -> Tensor:
         x = self.mlp(x)
@@ -178,7 +178,7 @@ def test_a_dtype_that_a_norm_goes_by_may_change(norm: Callable, dtype: torch.dty
 
 
 class Linear(nn.Linear):
-    """What the linears below have; each computes in a way of its own."""
+    """The common base of the linears below, each of which has its own forward."""
 
     def __init__(self, *args: Any):
         super().__init__(*args)
@@ -231,7 +231,7 @@ def test_a_linear_may_change(name: str) -> None:
 
 
 def test_linears_that_cast_their_weights_take_inputs_of_any_dtype() -> None:
-    """As those of openai/whisper and nanochat do."""
+    """openai/whisper and nanochat have linears that cast their weights."""
 
     def build() -> nn.Module:
         mlp = MLP()
@@ -398,7 +398,7 @@ def test_a_function_that_holds_modules_is_fused_in_place() -> None:
 
 
 def test_a_sparse_buffer_stays() -> None:
-    """As openai/whisper has one."""
+    """openai/whisper has a sparse buffer."""
 
     def build() -> nn.Module:
         model = seeded(Block)

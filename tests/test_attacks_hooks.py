@@ -224,7 +224,7 @@ def test_what_stands_around_a_call(name: str) -> None:
 
 
 def test_tensors_packed_for_the_backward_may_be_changed() -> None:
-    """As a compressor of activations does: it sees whatever is kept, by whichever op."""
+    """A compressor of activations sees every tensor that any op saves."""
     seen: list[int] = []
 
     def pack(t: Tensor) -> Tensor:
@@ -288,7 +288,7 @@ def test_a_forward_that_is_set_is_named_where_parts_are_captured() -> None:
 
 
 def test_a_forward_set_on_an_instance() -> None:
-    """As accelerate puts its own in front of a module's, for one of the children and for the model."""
+    """accelerate sets such a forward on children and on the model."""
 
     def doubled(module: nn.Module) -> None:
         own = module.forward

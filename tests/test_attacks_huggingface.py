@@ -221,7 +221,7 @@ def test_cosines_that_a_hook_changes_are_used_as_they_are(hook: Callable) -> Non
 
 
 def test_attention_alone_with_cosines_of_the_users_own() -> None:
-    """Which want a gradient."""
+    """The cosines and sines need a gradient."""
 
     def act(model: Any, ids: Tensor) -> list[Any]:
         x = torch.linspace(-1, 1, 2 * 5 * 32).view(2, 5, 32)

@@ -154,7 +154,7 @@ def test_converted_again_after_reverting() -> None:
 
 @pytest.mark.parametrize("copied", [False, True])
 def test_training_may_follow_a_conversion_in_inference_mode(copied: bool) -> None:
-    """What is made in there cannot be saved for a backward: copies, and parameters that are laid together."""
+    """Copies and adjacent parameters that are made in inference mode cannot be saved for a backward."""
     original = seeded(Tiny)
     with torch.inference_mode():
         converted = te_transform.convert(original, X)

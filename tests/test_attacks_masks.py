@@ -400,7 +400,7 @@ def test_a_mask_written_to_between_two_calls_of_one_training_step() -> None:
 
 
 def negated(length: int) -> Callable[[Tensor], Tensor]:
-    """What a mask is the negation of is written to before it is applied."""
+    """Return a mask that is applied after a write to the operand of its negation."""
     kept = causal(length)
     hidden = ~kept
     kept.fill_(True)
@@ -459,7 +459,7 @@ def nearby(length: int) -> Tensor:
 def test_tensors_of_foreign_code_are_made_in_each_call(
     function: Callable[[int], Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It may read what nobody guards: what it made once is no answer for later calls."""
+    """A mask may read unguarded state: its first values are no answer for later calls."""
 
     def forward(self: Any, x: Tensor) -> Tensor:
         kept = function(x.shape[1])
@@ -523,7 +523,7 @@ def test_a_mask_written_to_between_two_layers(fill: float) -> None:
 
 
 def test_pieces_of_a_forward_look_at_a_mask_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a forward is captured in pieces, as with dropped layers; and again once it is written to."""
+    """A forward is captured in pieces, as with dropped layers. The mask is read again after a write."""
 
     def forward(self: Any, x: Tensor, mask: Tensor) -> list[Tensor]:
         q, k, v = self.heads(x)

@@ -1,4 +1,4 @@
-"""What a forward reads of the world: globals, closures, random numbers, modes, and how its input looks."""
+"""Attacks by the surroundings of a forward: globals, closures, random numbers, modes, and its input."""
 
 import contextlib
 import os
@@ -58,7 +58,7 @@ def twice(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def on_linears(method: Callable[..., Any]) -> Callable[..., Any]:
-    """What nn.Module has for it, and twice that for linears."""
+    """Return `method`, doubled for linears."""
     doubled = twice(method)
     return lambda self, *args: doubled(self, *args) if isinstance(self, nn.Linear) else method(self, *args)
 

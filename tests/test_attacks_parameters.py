@@ -96,7 +96,7 @@ def new_parameter(module: nn.Module) -> None:
 
 
 def as_subclass(module: nn.Module) -> None:
-    """As torchao replaces the weights of a model by tensors that dequantize themselves."""
+    """Replace weights by tensors that dequantize themselves, as torchao does."""
     module.weight = nn.Parameter(Halved(module.weight.detach()), requires_grad=False)
 
 
@@ -230,7 +230,7 @@ def test_swapped_tensors_are_right_or_refused() -> None:
 
 
 def test_weights_that_are_tensor_subclasses_may_be_moved() -> None:
-    """As torchao's quantized ones: Module.to() swaps them, where nobody refers to them."""
+    """Module.to() swaps torchao's quantized tensors, if no object refers to them."""
     model = seeded(lambda: nn.Sequential(*(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)) * 2))
     for linear in model[1::2]:
         pair = (linear.weight.detach().clone() for _ in range(2))

@@ -1,4 +1,4 @@
-"""What a forward reads of its model: attributes, modules, containers. Each may change after convert()."""
+"""Attacks by a forward's Python state: attributes, modules, containers. Each may change after convert()."""
 
 import functools
 from collections.abc import Callable, Iterable

@@ -1,4 +1,4 @@
-"""Whoever reads a value that a fused op would keep to itself, in whatever way, gets the original's."""
+"""Readers of a value inside of a fused op get the original's value, by any mechanism."""
 
 import io
 from collections.abc import Callable
@@ -121,7 +121,7 @@ def test_other_readers_of_a_norm_get_its_value_without_gradients(name: str) -> N
 
 @pytest.mark.parametrize("name", ["itself", "Function without change", "hook", "in place", "detach", "view"])
 def test_later_readers_of_a_norm_get_its_value(name: str) -> None:
-    """Where autograd refuses a change after the product has kept the norm, it refuses it in both."""
+    """If autograd refuses a write to a saved norm, it does so in both models."""
     found = Pair.shared(Normed).agree(lambda model, x: model(x.requires_grad_(), READERS[name], False))
     assert ("error" in found) == (name == "in place")
 

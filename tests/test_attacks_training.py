@@ -125,7 +125,7 @@ def test_gradients(act: Callable) -> None:
 
 
 def test_gradients_share_no_memory() -> None:
-    """Whoever changes one in place (a hook, clipping, an all-reduce) changes no other."""
+    """An in-place change of a gradient (a hook, clipping, an all-reduce) changes no other gradient."""
     pair = tiny()
     pair.agree()
     gradients = [p.grad for p in pair.converted.parameters()]
@@ -172,7 +172,7 @@ WRITES = {
 
 @pytest.mark.parametrize("trained", ["weights", "weights and input", "input", "input and biases"])
 def test_a_weight_written_between_forward_and_backward_is_no_silent_error(trained: str) -> None:
-    """Where the original raises, the gradient may also be that of the weights that the forward ran with."""
+    """If the original raises, the gradient may also be that of the weights of the forward."""
     pair = tiny()
     for name, parameter in (item for model in pair.models for item in model.named_parameters()):
         parameter.requires_grad_("weights" in trained or ("biases" in trained and "bias" in name))

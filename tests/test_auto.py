@@ -61,7 +61,7 @@ class Times(dict):
 
 @pytest.fixture
 def times(monkeypatch: pytest.MonkeyPatch) -> Times:
-    """What calls are said to take."""
+    """Replace the measured times by made-up ones."""
     made_up = Times()
     monkeypatch.setattr(timing, "seconds_of", made_up)
     return made_up

@@ -1,4 +1,4 @@
-"""What convert() cannot take is named in a sentence, and nothing else happens."""
+"""Invalid arguments of convert() raise an error with a sentence, and change nothing."""
 
 import logging
 import random
@@ -337,7 +337,7 @@ def test_a_class_that_takes_no_subclass_is_named(
 
 
 class Sum(nn.Module):
-    """Of two arguments."""
+    """A model with two arguments."""
 
     def __init__(self):
         super().__init__()
@@ -698,7 +698,7 @@ def test_rules_that_are_none_are_refused_and_those_that_ask_too_much_are_named()
 
 
 def assert_told(rule: te_transform.Rule, told: str) -> None:
-    """That the report names the rule whose graph runs as it was captured."""
+    """Check that the report names the rule whose graph runs as captured."""
     notes = te_transform.report(te_transform.convert(tiny(), X, passes=(rule,))).notes
     assert any("the rule 'linear'" in note and told in note for note in notes), notes
 

@@ -91,7 +91,7 @@ def as_numbers(mask: Tensor, hides: float = -torch.inf) -> Tensor:
 
 
 def kept_by(band: Band, ends: Tensor | None, mask: Tensor) -> Tensor:
-    """What a band of the mask's size keeps."""
+    """Return the positions that a band keeps, in the size of the mask."""
     queries, keys = mask.shape[-2:]
     if not band.documents:
         return within_band(band, ends, queries, keys, CPU)
@@ -260,7 +260,7 @@ def test_sinks(name: str, kind: str) -> None:
 
 
 def test_a_sink_that_takes_nothing() -> None:
-    """Where a query sees something, the attention is one without a sink; all else are numbers."""
+    """If a query sees any key, the attention equals one without a sink. All other values are numbers."""
     parts = [part.transpose(1, 2).requires_grad_() for part in parts_of(24, 24)]
     sinks = torch.tensor([-torch.inf, torch.finfo().min, -torch.inf, 1.0], requires_grad=True)
     band, ends = Band(5, 0, True, True), ends_of(24)

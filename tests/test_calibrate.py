@@ -55,7 +55,7 @@ def converted(model: nn.Module | None = None) -> nn.Module:
 
 
 def seen(model: nn.Module) -> dict[str, list[Amax]]:
-    """What each kernel has seen, by the name of its first parameter."""
+    """Return the amaxes of each kernel, by the name of its first parameter."""
     names = {name: state_of(parameter).kernels.values() for name, parameter in model.named_parameters()}
     return {name: kernel.seen.products for name, kernels in names.items() for kernel in kernels}
 

@@ -901,7 +901,7 @@ def normalized(y: Tensor) -> Tensor:
 
 
 def of_chosen(y: Tensor) -> Tensor:
-    """As routers of mixtures have it."""
+    """Return the sum of the chosen values, divided in place, as routers of mixtures do."""
     chosen = y.gather(-1, y.topk(2, -1).indices)
     chosen /= chosen.sum(-1, keepdim=True) + 1e-20
     return chosen.sum(-1, keepdim=True)
@@ -942,7 +942,7 @@ ARITHMETIC = (normalized, of_chosen, added, of_half, seen_by_a_view, saved_as_in
 def test_arithmetic_in_place_has_a_new_result_if_only_that_is_read_later(
     arithmetic: Callable[[Tensor], Tensor],
 ) -> None:
-    """What is read before, such as the sum of the weights, then keeps nothing from moving past it."""
+    """A read before the write, such as the sum of the weights, keeps nothing from moving past it."""
 
     def forward(m, x, needs_gradient):
         z = F.layer_norm(x, (HIDDEN,))

@@ -504,7 +504,7 @@ def test_five_dimensions_are_heads_in_groups(function, mask: Tensor) -> None:
 
 
 def test_five_dimensions_are_windows() -> None:
-    """Of [batch, windows, heads, length, width], with a mask for each window, or one for all."""
+    """The dimensions are [batch, windows, heads, length, width], with a mask per window or one mask."""
     q, k, v = (t.repeat(2, 1, 1, 1).unflatten(0, (BATCH, 2)) for t in QKV)
     each = torch.rand(BATCH, 2, 1, LENGTH, LENGTH)
     for mask in (CAUSAL.float() * -1e9, each):

@@ -1,4 +1,4 @@
-"""How a converted model is captured: whole or by blocks, in pieces, or not at all; and what runs then."""
+"""Captures of converted models: whole, by blocks, in pieces, or none; and the code that then runs."""
 
 import copy
 import gc
@@ -42,7 +42,7 @@ LONGER = torch.randn(3, 7, WIDTH, generator=torch.Generator().manual_seed(1))
 
 
 def linears(model: nn.Module, *args: Any, training: bool = True) -> int:
-    """How many linears run fused in a call."""
+    """Count the linears that run fused in a call."""
     with calls(model) as found, torch.set_grad_enabled(training):
         model.train(training)(*args)
     return found["linear"]
@@ -135,7 +135,7 @@ class InPieces(Tiny):
 
 
 def test_parameters_of_a_model_in_pieces_lie_next_to_each_other() -> None:
-    """What ends a graph is an exception, whose frames hold what the backward of the call would read."""
+    """An exception ends a graph. Its frames hold the tensors that the call's backward would read."""
     model = te_transform.convert(seeded(InPieces, 2), X)
     assert te_transform.report(model).breaks
     assert_laid(model)
@@ -539,7 +539,7 @@ def test_no_graph_of_another_model_runs_beyond_the_recompile_limit(
 
 
 def test_earlier_captures_of_a_process_do_not_limit_the_next_model() -> None:
-    """As of code that all models share, whose graphs dynamo counts over all of them."""
+    """Dynamo counts the graphs of code that all models share over all models."""
     with torch._dynamo.config.patch(accumulated_recompile_limit=2):
         models = [te_transform.convert(LoopsOver(scale), X, verify=False) for scale in range(2, 8)]
         assert len({linears(model, X) for model in models}) == 1
@@ -687,7 +687,7 @@ def test_reverted_is_what_it_was() -> None:
 
 
 class AsksWhetherItIsTraced(nn.Module):
-    """As the masks of transformers do; `draws` makes the numbers those of nobody's seed."""
+    """A model that makes its mask as transformers does. With `draws`, it uses a generator without a seed."""
 
     def __init__(self, draws: bool = False):
         super().__init__()

@@ -453,7 +453,7 @@ def test_weights_beside_a_config_are_read(folder: Path) -> None:
 
 
 class Harm:
-    """What runs code where it is unpickled."""
+    """An object that runs code when it is unpickled."""
 
     def __reduce__(self) -> tuple:
         return Path.touch, (Path("harm"),)

@@ -1,4 +1,4 @@
-"""What ranks exchange: placements, embeddings and cross entropy, in threads."""
+"""Collectives of ranks: placements, embeddings and cross entropy, in threads."""
 
 from __future__ import annotations
 

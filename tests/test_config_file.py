@@ -1,4 +1,4 @@
-"""Nothing in a config, or beside it, reaches the hub, an import or a kernel, unless its code is trusted."""
+"""A config reaches neither the hub, nor imports, nor kernels, unless its code is trusted."""
 
 import json
 import pickle

@@ -82,7 +82,7 @@ def ids(rows: int = ROWS, size: int = SIZE) -> Tensor:
 
 
 def cut(batch: Any, length: int = 8, **options: Any) -> Any:
-    """What the first step gets of `batch` if it has `length` tokens."""
+    """Return `batch` as the first step gets it, cut to `length` tokens."""
     settings = {"total_steps": 2, "schedule": {0: length}, "longest_first": False}
     return SequenceCurriculum(**SMALL | settings | options).cut(batch)
 
@@ -372,7 +372,7 @@ def test_positions_of_packed_documents_restart_where_they_did() -> None:
 
 
 def test_declared_dimensions_count() -> None:
-    """Where the hidden size is the length, in time-first layouts, and for tensors to leave alone."""
+    """The hidden size equals the length, layouts are time-first, or tensors must be left alone."""
     batch = {"input_ids": ids(), "hidden": torch.ones(ROWS, SIZE, SIZE), "first": torch.ones(SIZE, ROWS)}
     batch["table"] = torch.ones(ROWS, SIZE)
     found = cut(batch, dims={"hidden": 1, "first": (0,), "table": ()})

@@ -67,7 +67,7 @@ TORCHTITAN.register_model_converter = lambda cls, name: TORCHTITAN._registry_mod
 
 @pytest.fixture
 def given(working_folder: Path, monkeypatch: pytest.MonkeyPatch, process_group: None) -> dict[str, Any]:
-    """What the recipes start from, in a folder and a process group of their own."""
+    """Return the names that the recipes use, in a folder and a process group of their own."""
     ids = LLAMA_IDS[:2]
     batch = {"input_ids": ids, "labels": ids}
     dataset = [dict.fromkeys(batch, row) for row in LLAMA_IDS]

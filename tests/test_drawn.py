@@ -76,7 +76,7 @@ def elsewhere(model: nn.Module) -> None:
 
 
 def linear(module: nn.Module) -> nn.Module:
-    """What an adapter stands for."""
+    """Return the linear behind an adapter."""
     return linear(module.base) if isinstance(module, Adapter) else module
 
 
@@ -332,7 +332,7 @@ class Call:
         return {name: value.detach() for name, value in found.items()} | grads
 
     def around(self) -> AbstractContextManager[Any]:
-        """What holds for the whole of a call, its backward too."""
+        """Return the contexts around a whole call, including its backward."""
         if self.how == "offloaded":
             return torch.autograd.graph.save_on_cpu()
         if self.how == "hook on all modules":
@@ -604,7 +604,7 @@ def prepared(drawing: Drawing) -> nn.Module:
 
 
 def same_state(original: nn.Module, converted: nn.Module) -> None:
-    """What is saved of them is the same, bit by bit."""
+    """Check that saved states are equal, bit by bit."""
     expected, found = original.state_dict(), converted.state_dict()
     assert [*found] == [*expected]
     for name, value in expected.items():

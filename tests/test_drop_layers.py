@@ -315,7 +315,7 @@ def test_compiled_layers_are_left_out(reentrant: bool | None, compilations: Comp
 
 
 def on_ranks(wrap: Callable[[nn.Module], nn.Module]) -> dict[str, Any]:
-    """What a rank sees in some steps of a wrapped model: losses, dropped layers, all-gathers, gradients."""
+    """Return losses, dropped layers, all-gathers and gradients of a rank in some steps of a wrapped model."""
     from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
     gathers, gather = [], _fsdp_param_group.foreach_all_gather
@@ -416,7 +416,7 @@ def unconverted() -> nn.Module:
 
 
 def with_options(**changed: bool) -> nn.Module:
-    """As on a GPU, where there are CUDA graphs, and where the captured forward computes other numbers."""
+    """Return a model with changed options: in CUDA graphs, or with a wrong capture."""
     model = net()
     owner = runner_of(model)
     owner.options = replace(owner.options, **changed)
@@ -424,7 +424,7 @@ def with_options(**changed: bool) -> nn.Module:
 
 
 def divided() -> nn.Module:
-    """As by parallelize()."""
+    """Return a model that looks divided by parallelize()."""
     model = net()
     runner_of(model).division = object()
     return model

@@ -27,7 +27,7 @@ KINDS = ("delayed", "float8_current_scaling", "float8_block_scaling", "mxfp8")
 
 
 class Recipe:
-    """What emulate.py reads of a TE recipe, at TE's defaults."""
+    """The attributes of a TE recipe that emulate.py reads, with TE's defaults."""
 
     def __init__(self, kind: str, **changed: object):
         self.kind, self.backward_override = kind, None
@@ -175,7 +175,7 @@ def wide(rows: int, columns: int) -> Tensor:
 
 
 def close(actual: Tensor, expected: Tensor) -> bool:
-    """Whether they differ by rounding alone, of the largest in a row and of the largest in a column."""
+    """Return True if two tensors differ only by rounding, relative to the largest of a row or a column."""
     actual, dtype = actual.detach().reshape(expected.shape), actual.dtype
     largest = torch.minimum(expected.abs().amax(0, keepdim=True), expected.abs().amax(1, keepdim=True))
     return ((actual - expected).abs() <= 8 * torch.finfo(dtype).eps * largest).all()
@@ -348,7 +348,7 @@ def test_random_rounding_reaches_emulated_products() -> None:
 
 
 class Precomputed:
-    """What verify() reads of a recipe, beside what the stand-in for TE has."""
+    """The attributes of a recipe that verify() reads, besides those of the stand-in for TE."""
 
     kind = ""
     fp8_quant_fwd_inp = fp8_quant_fwd_weight = fp8_quant_bwd_grad = SimpleNamespace(power_2_scale=False)

@@ -33,7 +33,7 @@ def converted(name: str) -> Pair:
 
 
 def samples(name: str) -> Iterable[Inputs]:
-    """Of the sizes of the conversion, of others, and padded where the model takes a mask."""
+    """Yield inputs of the conversion's sizes, of others, and padded if the model takes a mask."""
     case = MODELS[name]
     yield from (case.sample(*size, seed=FRESH) for size in ((2, 12), (3, 7), (1, 16)))
     if case.padded_inputs is not None:
@@ -41,7 +41,7 @@ def samples(name: str) -> Iterable[Inputs]:
 
 
 def off(actual: list[Tensor], expected: list[Tensor]) -> float:
-    """How far outputs are from what they should be; NaN, of rows that see nothing, is where it should be."""
+    """Return the distance of outputs. The same rows must be NaN in both: rows that see no keys."""
     assert all(torch.equal(a.isnan(), e.isnan()) for a, e in zip(actual, expected, strict=True))
     known = [(a.nan_to_num(), e.nan_to_num()) for a, e in zip(actual, expected, strict=True) if e.any()]
     return error([a for a, _ in known], [e for _, e in known])

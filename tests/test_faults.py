@@ -29,7 +29,7 @@ X = torch.randn(2, 5, WIDTH, generator=torch.Generator().manual_seed(0))
 
 
 class Fault(Exception):
-    """What no code expects."""
+    """An exception that no code expects."""
 
 
 class Attentions(nn.Module):
@@ -260,7 +260,7 @@ def test_a_conversion_may_be_interrupted_at_any_line() -> None:
 
 
 def test_reverting_keeps_todays_weights() -> None:
-    """What is undone is the conversion, not what was done to the weights meanwhile."""
+    """The conversion is undone, but not the changes of the weights since."""
     made = te_transform.convert(seeded(Tiny), X, inplace=True, verify=False)
     with torch.no_grad():
         for parameter in made.parameters():

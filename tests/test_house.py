@@ -97,7 +97,7 @@ def test_classes_have_ten_fields_at_most(name: str) -> None:
 
 
 def is_record(kind: ast.ClassDef) -> bool:
-    """Whether a class is a frozen dataclass or a protocol."""
+    """Return True if a class is a frozen dataclass or a protocol."""
     frozen = any("frozen=True" in ast.unparse(decorator) for decorator in kind.decorator_list)
     return frozen or any(is_named(base, {"Protocol"}) for base in kind.bases)
 
@@ -163,7 +163,7 @@ def test_private_names_stay_at_home(name: str) -> None:
 
 
 def ours_in(name: str) -> set[str]:
-    """What a module calls the modules of te_transform that it imports."""
+    """Return a module's names for the modules of te_transform that it imports."""
     froms = [node for node in ast.walk(tree(name)) if isinstance(node, ast.ImportFrom)]
     pairs = [(alias, f"{node.module}.{alias.name}") for node in froms for alias in node.names]
     return {alias.asname or alias.name for alias, full in pairs if full in modules()}
@@ -201,7 +201,7 @@ def test_graphs_are_edited_in_one_file(name: str) -> None:
 
 
 def edits(name: str) -> Iterator[tuple[str, int]]:
-    """What a module does to graphs, with the lines; functions of ours may have the names of their methods."""
+    """Yield a module's edits of graphs, with the lines. Functions of ours may have equal names."""
     ours = ours_in(name)
     for node in ast.walk(tree(name)):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):

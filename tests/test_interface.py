@@ -59,7 +59,7 @@ def _is_needed(parameter: inspect.Parameter) -> bool:
 
 
 def broken(recorded: Iterable[str], public: dict[str, ModuleType]) -> list[str]:
-    """What of a recorded interface is gone without a warning, and what calls have to give now."""
+    """Return what is gone from a recorded interface without a warning, and new required arguments."""
     recorded, now = [*recorded], [*interface(public)]
     gone = [line for line in recorded if line not in now and not _warns(line.partition("(")[0], public)]
     calls = {line.partition("(")[0] for line in recorded}
@@ -68,7 +68,7 @@ def broken(recorded: Iterable[str], public: dict[str, ModuleType]) -> list[str]:
 
 
 def _warns(name: str, public: dict[str, ModuleType]) -> bool:
-    """Whether a name that is in no list any more can still be had, with a DeprecationWarning."""
+    """Return True if a removed name can still be read, with a DeprecationWarning."""
     home = max((home for home in public if name.startswith(f"{home}.")), key=len)
     held: Any = public[home]
     with warnings.catch_warnings(record=True) as seen:

@@ -1,4 +1,4 @@
-"""What is fused in real models, and what is not and why: every site and every sentence."""
+"""The fused and refused sites of real models: every site and every sentence."""
 
 from typing import Any
 

@@ -39,7 +39,7 @@ class Aliased(nn.Module):
 
 
 class HandsOn(nn.Module):
-    """As wrappers do: dynamo reads their modules from the __dict__ then."""
+    """A wrapper whose modules dynamo reads from the __dict__."""
 
     def __init__(self):
         super().__init__()
@@ -166,7 +166,7 @@ def test_skipping_a_module_skips_all_modules_that_share_its_graph() -> None:
 
 @torch.compiler.disable
 def gather(module: nn.Module, args: tuple[Tensor, ...]) -> None:
-    """What ends a graph, as the hooks of ZeRO 3 do."""
+    """End the graph, as the hooks of ZeRO 3 do."""
 
 
 class Gathers(nn.Module):

@@ -149,7 +149,7 @@ def test_sparse_gradients() -> None:
 
 @pytest.mark.usefixtures("group")
 def test_one_rank_compresses_nothing() -> None:
-    """It is Adam whose variance stays what it was at the freeze, at the bias correction of then."""
+    """After the freeze, the optimizer is Adam with the variance and the bias correction of the freeze."""
     own, by_hand = model(), model()
     optimizer, adam = OneBitAdam(own.parameters(), freeze_step=3), torch.optim.Adam(by_hand.parameters())
     for seed in range(3):

@@ -135,7 +135,7 @@ def test_offloaded(order: str, offload: Callable[[nn.Module, Path], nn.Module], 
 
 
 def test_hooks_of_accelerate_come_off_again():
-    """What add_hook_to_module() leaves: the converted forward, not the original's."""
+    """Removing the hook of add_hook_to_module() restores the converted forward, not the original one."""
 
     def act(model: nn.Module) -> Any:
         for module in (model, model.blocks[0].attention.q_proj, model.blocks[0].mlp):

@@ -123,7 +123,7 @@ def trained(changes: tuple[Change, ...], **how: Any) -> tuple[list[Tensor], dict
 
 
 def both_ways() -> dict[str, Any]:
-    """What each process does: every case without conversion, and with it."""
+    """Run every case in each process, with and without conversion."""
     results = {name: (trained(changes[1:]), trained(changes)) for name, changes in CASES.items()}
     for name in ("DDP", "FSDP2"):
         how = {"take": accumulating_step, "steps": 4}

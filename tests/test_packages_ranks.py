@@ -121,7 +121,7 @@ def test_trainer_in_two_processes_trains_as_the_original(tmp_path: Path):
 
 
 def what_is_said(cases: tuple[str, ...]) -> dict[str, str]:
-    """What check_ranks() says, by what rank 1 has done otherwise."""
+    """Return the error of check_ranks() for each difference of rank 1."""
     install_stand_in()
     found = {}
     for case in cases:

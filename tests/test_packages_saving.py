@@ -1,4 +1,4 @@
-"""What a converted model saves is what its original saves, and each loads the other's files."""
+"""A converted model saves the same files as its original, and each loads the other's files."""
 
 import copy
 import io

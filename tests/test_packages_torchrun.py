@@ -31,13 +31,13 @@ def run(folder: Path, *killed: str, ranks: int = 2, restarts: int = 0) -> subpro
 
 
 def losses_of(ran: subprocess.CompletedProcess[str]) -> dict[int, float]:
-    """Of each step, in its last run."""
+    """Return the loss of each step in its last run."""
     return {int(step): float(loss) for step, loss in re.findall(r"step (\d+) loss (\S+)", ran.stdout)}
 
 
 @pytest.fixture(scope="module")
 def losses(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
-    """Of a run that nobody interrupts."""
+    """Return the losses of a run without interruption."""
     found = losses_of(run(tmp_path_factory.mktemp("whole")))
     assert [*found] == [*range(STEPS)]
     assert found[STEPS - 1] < found[0]

@@ -55,7 +55,7 @@ def test_generated_tokens(way: dict[str, Any], models: tuple[nn.Module, nn.Modul
 
 @pytest.mark.xdist_group("generate")
 def test_a_cache_that_goes_on(models: tuple[nn.Module, nn.Module]):
-    """As a chat does: the next turn reads the cache of the last one."""
+    """A chat: the next turn reads the cache of the last turn."""
     answers = []
     for model in models:
         cache = transformers.DynamicCache(config=model.config)

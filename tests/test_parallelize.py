@@ -235,7 +235,7 @@ class TestBesideFSDP2:
 
 
 def in_other_ways() -> dict[str, float]:
-    """How far a divided Llama is from the original in calls of other kinds than it was divided with."""
+    """Return the distance of a divided Llama from the original in modes other than the first."""
     case = LLAMA_4
     model, sample = zero_dropout(case.build()).train(), sample_of(case)
     original, fused = copy.deepcopy(model), divided(case, sequence_parallel=True)

@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.xdist_group("distributed")]
 
 
 def compared(by_inductor: bool, recipe: str | None = None) -> dict[str, Any]:
-    """How far the loss and gradients of a second call are from those of a model that is not compiled."""
+    """Return the distances of loss and gradients of a second call from an uncompiled model."""
     install_stand_in()
     if not by_inductor:
         compilers.install()
@@ -47,7 +47,7 @@ def test_compiled_shards_give_the_uncompiled_numbers(by_inductor: bool, tmp_path
 
 
 def test_compiled_shards_give_the_uncompiled_numbers_in_fp8(tmp_path: Path) -> None:
-    """Of operands that round otherwise: E4M3 keeps four bits."""
+    """Operands round differently: E4M3 has four significant bits."""
     for found in spawn(partial(compared, by_inductor=False, recipe="fp8-delayed"), 2, tmp_path):
         assert found["loss"] < 0.005
         assert found["gradients"] < 0.125

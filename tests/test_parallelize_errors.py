@@ -1,4 +1,4 @@
-"""What parallelize() says of models and meshes that do not fit, before anything is changed."""
+"""Errors of parallelize() for models and meshes that do not fit, raised before anything changes."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def train(model: nn.Module, case: Case, steps: range = range(4)) -> list[float]:
 
 
 def first_step(model: nn.Module, case: Case) -> nn.Module:
-    """Of which delayed scaling takes its first scales."""
+    """Run the step from which delayed scaling takes its first scales."""
     gradients(model, sample_of(case))
     model.zero_grad()
     return model
@@ -170,7 +170,7 @@ class TestCheckpoints:
 
 
 def in_other_ways() -> dict[str, Any]:
-    """What a model does in other calls than steps of training."""
+    """Return the results of calls other than training steps."""
     install_stand_in()
     case, found = FP8_CASES["gpt2"], {}
     sample, one = sample_of(case), {"input_ids": batch(case, 7)["input_ids"][:1]}
@@ -190,7 +190,7 @@ def in_other_ways() -> dict[str, Any]:
     worst = max(errors(gradients(model.train(), sample), exact).values())
 
     def off() -> float:
-        """How far gradients are from the exact ones, beside those of a step as always."""
+        """Return the largest error of gradients, relative to that of a usual step."""
         return max(errors(gradients(model, sample), exact).values()) / worst
 
     model.zero_grad()

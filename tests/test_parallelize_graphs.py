@@ -57,7 +57,7 @@ def notes(model: nn.Module) -> list[str]:
 
 
 def trained(name: str, recipe: str | None = None, compiles: bool = False) -> dict[str, Any]:
-    """How far each of some calls is from the same model's that is never recorded; weights change between."""
+    """Return the distance of each call from the same model without recordings. Weights change in between."""
     install_stand_in()
     compilers.install()
     recorder = recordings.install()
@@ -219,7 +219,7 @@ def test_a_rank_whose_parameters_moved_keeps_up(tmp_path: Path) -> None:
 
 
 def ended() -> dict[str, Any]:
-    """What is freed when another group ends, and when that of a divided model does, which is still there."""
+    """Return what is freed when another group ends, and when the group of a divided model ends."""
     recorder = recordings.install()
     group, other = (dist.new_group([0, 1]) for _ in range(2))
     sample = sample_of(ALL["llama"], torch.float32)

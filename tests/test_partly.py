@@ -322,7 +322,7 @@ def test_hooks_on_the_model_and_on_state_dicts_stay() -> None:
 
 
 def test_a_list_of_blocks_may_have_places_left_empty() -> None:
-    """As x-transformers has them, in which a block may have a norm in front, behind it, or both."""
+    """Blocks as in x-transformers, with a norm before, after, or on both sides."""
 
     class Gaps(nn.Module):
         def __init__(self) -> None:
@@ -345,7 +345,7 @@ def test_a_list_of_blocks_may_have_places_left_empty() -> None:
 
 
 def test_layers_in_a_list_of_lists_are_captured_however_many_there_are() -> None:
-    """As vit-pytorch has them: nobody calls the inner lists."""
+    """Layers as in vit-pytorch, whose inner lists are never called."""
 
     class Pairs(nn.Module):
         def __init__(self) -> None:

@@ -210,7 +210,7 @@ def test_activation_checkpointing_is_a_part_of_the_same_step(recipe: str, reentr
     ],
 )
 def test_weights_in_float32_run_in_fp8_under_autocast(recipe: str, compile: bool) -> None:
-    """As accelerate and Trainer train in bf16."""
+    """Trainer and accelerate train in bf16 by autocast."""
     exact, options = net().float(), {"backend": "te", "recipe": recipe, "compile": compile}
     fused = te_transform.convert(exact, inputs().float(), **options)
     assert any("only under torch.autocast" in note for note in te_transform.report(fused).notes)
@@ -394,7 +394,7 @@ def test_a_tied_head_stays_out_too() -> None:
 
 
 def quantized(model: nn.Module, calls: int = 1) -> list[int]:
-    """How often weights are quantized in each of some calls of evaluation, whose answer is a fresh copy's."""
+    """Return how often each of some evaluation calls quantizes weights. A fresh copy must agree."""
     counts = []
     fresh = converted("fp8-current", te_transform.revert(copy.deepcopy(model))).eval()
     expected = run_original(fresh)
@@ -437,7 +437,7 @@ def stepped(model: nn.Module) -> None:
 
 
 def stepped_by_one_kernel(model: nn.Module) -> None:
-    """Which leaves versions as they are; here by a number that no sample of a bf16 weight shows."""
+    """Step by a kernel that leaves versions unchanged. No sampled bf16 weight shows the change."""
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     model.blocks[0].mlp[0].weight.grad[0, 1] = 1
@@ -446,7 +446,7 @@ def stepped_by_one_kernel(model: nn.Module) -> None:
 
 
 def averaged(model: nn.Module) -> None:
-    """As averages of weights are put in their place, and adapters merged into them: by .data."""
+    """Replace weights by .data, as averages of weights and merged adapters do."""
     for parameter in model.parameters():
         parameter.data.copy_(parameter.data * 0.9)
 
@@ -483,7 +483,7 @@ def test_weights_are_quantized_once_until_they_are_written_to(served: nn.Module)
 
 
 def test_weights_in_memory_of_before_are_quantized(served: nn.Module) -> None:
-    """As after two assignments to .data, of which the second has the memory that the first gave back."""
+    """The second tensor that is assigned to .data has the memory that the first assignment freed."""
     weight = served.blocks[0].o.weight
     memory = bytearray(weight.numel() * weight.element_size())
 

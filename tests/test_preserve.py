@@ -146,7 +146,7 @@ class Slots:
 
 
 class OfTheClass(nn.Linear):
-    """What it counts it counts for all of its class."""
+    """A module whose counter counts for all objects of its class."""
 
     calls, seen = 0, {}
 

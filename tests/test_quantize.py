@@ -176,7 +176,7 @@ VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("view", VIEWS)
 def test_a_write_to_a_view_of_it_is_refused(view: str, mode: Callable) -> None:
-    """Which is for reading, as any tensor."""
+    """The view can be read like any tensor."""
     (held,) = quantize_together([random(16, 32)])
     with mode():
         part, wanted = VIEWS[view](held), VIEWS[view](exact(held))

@@ -14,7 +14,7 @@ X = torch.randn(2, 16)
 
 
 class Int8Linear(nn.Module):
-    """As people write it: a buffer of integers, and a scale for each row."""
+    """A handwritten quantized linear: a buffer of integers, and a scale per row."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class Int8Linear(nn.Module):
 
 
 class QuantLinear(Int8Linear):
-    """As GPTQ packs it: eight numbers of 4 bits in each int32."""
+    """A linear packed as by GPTQ: eight 4-bit numbers in each int32."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class QuantLinear(Int8Linear):
 
 
 class Linear4bit(nn.Linear):
-    """As bitsandbytes has it: a subclass of nn.Linear whose parameter is packed."""
+    """A linear as in bitsandbytes: a subclass of nn.Linear with a packed parameter."""
 
     def __init__(self) -> None:
         super().__init__(16, 16, bias=False)

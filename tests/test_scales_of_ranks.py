@@ -52,7 +52,7 @@ def test_four_processes_agree_on_scales(compiles: bool, tmp_path: Path) -> None:
 
 
 def scales_after_uneven_steps() -> list[dict[str, list[float]]]:
-    """Those of three steps, before which the calls of rank 1 were too small for FP8."""
+    """Return the scales of three steps. Earlier calls of rank 1 were too small for FP8."""
     ranks.install_stand_in()
     model = ranks.ddp(ranks.in_fp8())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -188,7 +188,7 @@ def test_scales_are_loaded_into_a_model_that_has_run(te: ModuleType) -> None:
 
 
 def test_scaling_state_has_all_names_before_the_first_call(te: ModuleType) -> None:
-    """As torch.distributed.checkpoint wants it, which loads into what is there."""
+    """torch.distributed.checkpoint loads into existing tensors."""
     model, optimizer = begun()
     before = {name: sorted(row) for name, row in te_transform.scaling_state(model).items()}
     trained(model, optimizer, range(3))
@@ -215,7 +215,7 @@ def test_the_layout_of_shared_scales_is_made_once(te: ModuleType, monkeypatch: p
 
 
 def test_parameters_that_are_put_in_later_have_their_scales_saved(te: ModuleType) -> None:
-    """Of weights that are joined behind others, and of the second ones of MLPs."""
+    """The parameters are joined behind others, or they are the second ones of MLPs."""
     model, optimizer = begun()
     trained(model, optimizer, range(3))
     for layer in (model.blocks[0].k, model.blocks[0].mlp[2]):

@@ -48,7 +48,7 @@ def shifted(logits: Tensor) -> Tensor:
 
 
 def by_share(it: Attention, scores: Tensor, value: Tensor, of: Callable = lambda scores: scores) -> Tensor:
-    """As Granite has it: what is left for the keys is multiplied in behind the product."""
+    """Multiply the remaining probability of the keys after the product, as Granite does."""
     share = (torch.logsumexp(of(scores), dim=-1) - it.sinks.view(1, -1, 1)).to(torch.float32).sigmoid()
     return scores.softmax(-1) @ value * share.unsqueeze(-1).to(value.dtype)
 

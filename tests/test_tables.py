@@ -21,7 +21,7 @@ class Offset(Reads):
 
 
 class Counted(Reads):
-    """As RoBERTa counts: from the tokens that are no padding."""
+    """Positions that are counted without padding, as in RoBERTa."""
 
     def places(self, ids: Tensor) -> Tensor:
         return self.positions((ids != 99).long().cumsum(1) + 1)

@@ -61,7 +61,7 @@ class Case:
         return self.run(self.op, x)
 
     def run(self, op: nn.Module, x: Tensor) -> Tensor:
-        """What it returns; where that is two tensors, one next to the other."""
+        """Return the result. If it has two tensors, they are concatenated."""
         out = op(x, *self.tensors)
         return torch.cat(out, -1) if isinstance(out, tuple) else out
 
@@ -523,7 +523,7 @@ def served(te: ModuleType) -> Iterator[Case]:
 
 
 def quantized(case: Case) -> int:
-    """How often the weight is quantized in a call, which is right."""
+    """Return how often a call quantizes the weight, after a check of its result."""
     before = stand_in.Base.quantized
     found = case.op(X, *case.tensors)
     weight = case.tensors[0]
@@ -572,7 +572,7 @@ def test_weights_of_inference_mode_are_not_kept(te: ModuleType) -> None:
 
 @pytest.mark.parametrize("larger", [1.5, 4])
 def test_scales_fit_the_weights_that_evaluation_loads(te: ModuleType, larger: float) -> None:
-    """Of much larger ones the inputs are looked at, too."""
+    """If weights are much larger, the inputs are calibrated too."""
     case, recipe, seen = Case(te, **CASES["linear"]), te.recipe_of("fp8-delayed"), []
 
     def evaluated(x: Tensor) -> Tensor:

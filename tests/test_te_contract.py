@@ -58,7 +58,7 @@ def op_of(backend: Any, name: str, given: dict[str, Any]) -> FusedOp:
 
 
 def parameters(form: str) -> dict[str, torch.nn.Parameter]:
-    """Those of TE's module, as they were recorded."""
+    """Return the recorded parameters of TE's module."""
     found = {}
     for entry in CONTRACT["parameters"][form].split("], "):
         name, described = entry.split(" ", 1)
@@ -124,7 +124,7 @@ def test_the_stand_ins_functions_take_what_tes_take(name: str) -> None:
 
 
 def members() -> set[str]:
-    """What the protocol has."""
+    """Return the members of the protocol."""
     return {*Backend.__annotations__, "recipe_of", "recipe_now", "multiple"}
 
 

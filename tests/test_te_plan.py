@@ -48,7 +48,7 @@ PLANNED = f"backend 'te', planned only, because {NO_GPU}"
 
 @pytest.fixture(autouse=True)
 def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where there is one, too."""
+    """Hide the GPU, if there is one."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
 
@@ -248,7 +248,7 @@ def test_auto_goes_by_the_model_where_te_runs(
 def test_auto_is_chosen_anew_where_a_model_is_captured_anew(
     checkpoints: bool, te: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As Trainer moves it to the GPU after the conversion; a model in bf16 stands for one there."""
+    """Trainer moves the model to the GPU after the conversion. A model in bf16 stands for such a model."""
     monkeypatch.setattr(backends, "_too_narrow", lambda model: None)
     monkeypatch.setattr(
         backends,
@@ -343,7 +343,7 @@ def test_mxfp8_needs_multiples_of_32() -> None:
 
 
 def in_recipe(module: nn.Module, recipe: Any, columns: int = 64) -> dict[str, str | None]:
-    """Which products of a model that has this module alone run in a recipe."""
+    """Return the precision plan's sites of a model with only this module."""
     model = nn.Sequential(module)
     x = torch.randn(4, 32, columns, dtype=next(model.parameters()).dtype)
     return te_transform.inspect(model, x, backend="te", recipe=recipe).precision.sites

@@ -19,7 +19,7 @@ ALL = CASES | EXTRA
 
 
 def arguments(graph: fx.GraphModule, inputs: Inputs) -> Iterator[Any]:
-    """What was given for each placeholder, which has the name of the argument in its own."""
+    """Return the argument for each placeholder, whose name contains the argument's name."""
     for node in graph.graph.nodes:
         if node.op == "placeholder":
             names = [name for name in inputs if f"_{name}_" in f"_{node.name}_"]

@@ -72,7 +72,7 @@ def layernorm_linear_with(wrong: str | None = None, path: str | None = None, eps
 
 
 def sites(model: nn.Module) -> list[Site]:
-    """What is fused in the graphs of a converted model."""
+    """Return the fused sites in the graphs of a converted model."""
     return [site for graph in runner_of(model).graphs for site in graph.plan.sites]
 
 
@@ -609,7 +609,7 @@ def test_models_without_numbers_are_refused() -> None:
 
 
 class HasSparse(nn.Module):
-    """As openai/whisper has one."""
+    """A model with a sparse buffer, as in openai/whisper."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -853,7 +853,7 @@ def test_outputs_without_gradients_are_compared_alone() -> None:
 
 
 def test_one_number_is_not_held_to_a_lucky_run() -> None:
-    """As a loss is: of two products that are as exact, in another order, neither is wrong."""
+    """A loss: two products in different orders are equally exact, and none is wrong."""
     one = Subject(lambda a, b, c: (a * b * c).float().sum(), tuple)
     other = Subject(lambda a, b, c: (a * (b * c)).float().sum(), tuple)
     for seed in range(150):  # where the original had five more runs, two of these failed
@@ -936,7 +936,7 @@ def test_the_reference_attends_head_by_head_where_scores_are_many(
 
 
 class AsksForAGradient(nn.Module):
-    """As wav2vec2's does in training, for its checkpoints."""
+    """A model that sets requires_grad in its forward, as wav2vec2 does in training for its checkpoints."""
 
     def __init__(self):
         super().__init__()

@@ -66,7 +66,7 @@ class Helped(Block):
 
 @functools.cache
 def seen() -> list[Tensor]:
-    """What the forward saw, in a cache: convert() puts back the state that it can reach."""
+    """Return the values that the forward saw, in a cache: convert() restores the state that it can reach."""
     return []
 
 

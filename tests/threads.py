@@ -14,13 +14,13 @@ from te_transform.parallel.collectives import Ranks
 
 
 class Meeting:
-    """Where the threads exchange tensors, in turns that all of them take part in."""
+    """The meeting point of threads, which exchange tensors in turns."""
 
     def __init__(self, count: int):
         self.count, self.barrier, self.brought = count, Barrier(count, timeout=60), [None] * count
 
     def exchange(self, own: int, x: Tensor) -> list[Tensor]:
-        """What each thread brings, in their order."""
+        """Return the tensors of all threads, in order."""
         self.brought[own] = x.detach()
         self.barrier.wait()
         found = list(self.brought)
@@ -55,7 +55,7 @@ class Thread(Ranks):
 
 
 def in_threads(count: int, prepare: Callable[[Ranks], Callable[[], Any]]) -> list[Any]:
-    """What the function that `prepare` makes for each of so many ranks returns there."""
+    """Return the results of the functions of `prepare` on each of this many ranks."""
     meeting = Meeting(count)
     works = [prepare(Thread(meeting, own)) for own in range(count)]
 

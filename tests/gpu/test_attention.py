@@ -65,7 +65,7 @@ def test_is_as_exact_as_pytorch(order: str) -> None:
 @pytest.mark.parametrize("length", [512, 777, 1024])
 @pytest.mark.parametrize("widths", [(192, 128), (160, 160), (256, 256), (128, 256)])
 def test_wide_heads_and_values_of_another_width(widths: tuple[int, int], length: int) -> None:
-    """As those of DeepSeek, whose keys have a part that turns beside them, and of Gemma."""
+    """The shapes of DeepSeek, whose keys have an additional rotated part, and of Gemma."""
     from te_transform.backends import te
 
     core = te.DotProductAttention()
@@ -170,7 +170,7 @@ def test_attention_keeps_only_the_values_of_a_joined_product() -> None:
 @pytest.mark.parametrize("keys", [100, 1024])
 @pytest.mark.parametrize("compile", [False, True])
 def test_a_single_query_with_a_mask(batch: int, keys: int, compile: bool) -> None:
-    """As in a generation with a static cache; few heads with many keys are multiplied in two products."""
+    """Generation with a static cache has few heads and many keys, which are computed as two products."""
     generator = torch.Generator("cuda").manual_seed(0)
     parts = [
         torch.randn(batch, *size, 64, generator=generator, device="cuda", dtype=torch.bfloat16)
@@ -223,7 +223,7 @@ def test_a_mask_that_is_added(dtype: torch.dtype, heads: int, wide_scores: bool)
 @pytest.mark.parametrize("heads", [8, 2])
 @pytest.mark.parametrize("length", [512, 777, 1024])
 def test_a_bias_under_which_every_query_sees_a_key(heads: int, length: int, hidden: float) -> None:
-    """It goes to cuDNN in training too, though it was added to scores that were written out."""
+    """An added mask goes to cuDNN in training too, even if the scores were written out."""
     from te_transform.backends import te
 
     generator = torch.Generator("cuda").manual_seed(0)

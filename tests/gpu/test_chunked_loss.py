@@ -29,7 +29,7 @@ def model() -> LlamaForCausalLM:
 
 
 def peak(model: nn.Module, ids: Tensor) -> int:
-    """What a step takes of the GPU's memory."""
+    """Return the GPU memory that a step allocates."""
     for _ in range(2):
         gc.collect()  # what the capture has left: some of it goes while the step runs
         torch.cuda.synchronize()

@@ -20,7 +20,7 @@ from tests.zoo import seeded
 
 @pytest.fixture(autouse=True)
 def counts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """How often something was recorded, and replayed."""
+    """Return the numbers of recordings and replays."""
     found: Counter[str] = Counter()
 
     class Counted(graph_recording.CudaGraphPair):

@@ -67,7 +67,7 @@ def steps(model: nn.Module) -> Steps:
 
 
 def apart(found: Steps, exact: Steps) -> float:
-    """How far gradients are apart, in the mean over the steps."""
+    """Return the mean distance of gradients over the steps."""
     return sum(distance(one[1], other[1]) for one, other in zip(found, exact, strict=True)) / len(exact)
 
 
@@ -109,7 +109,7 @@ def test_factors_of_1_are_as_the_recorded_model() -> None:
 
 
 def kernels(model: nn.Module) -> int:
-    """How many kernels a step runs, those of replays included."""
+    """Return the number of kernels of a step, including those of replays."""
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as profiled:
         model(**inputs()).loss.backward()

@@ -51,7 +51,7 @@ def off(found: Tensor, wanted: Tensor) -> float:
 
 
 def found_in_kernels(how: dict[str, Any], given: list[Tensor]) -> dict[str, Tensor]:
-    """What kernels give, and that it is as exact as plain PyTorch."""
+    """Return the results of the kernels, after a check that they are as exact as plain PyTorch."""
     wide = [tensor.double() if tensor.is_floating_point() else tensor for tensor in given]
     wanted = run(Experts(**how), wide, torch.float64)
     with limits.ignore_size_limits:

@@ -38,7 +38,7 @@ def test_fp8_is_as_exact_as_its_emulation(name: str, recipe: str) -> None:
 @each_recipe
 @pytest.mark.parametrize("name", ["gpt2", "llama", "quickstart"])
 def test_fp8_runs_and_shows(name: str, recipe: str) -> None:
-    """What passes above is no bf16: it is further off than that could be, as its emulation is."""
+    """FP8 runs: the error is larger than that of bf16, and as large as that of the emulation."""
     pair = in_fp8(name, recipe)
     for _ in range(2):  # the first step of delayed scaling finds its scales
         step(pair, sample(name))
@@ -53,7 +53,7 @@ def test_fp8_runs_and_shows(name: str, recipe: str) -> None:
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_fast_accumulation_reaches_the_gradients(compiled: bool) -> None:
-    """It differs by less than FP8 itself, of which numbers have three bits behind the first."""
+    """The results differ by less than FP8's own rounding, which has three bits of mantissa."""
     torch.manual_seed(0)
     linear = torch.nn.Linear(1024, 1024, bias=False, device="cuda", dtype=torch.bfloat16)
     x = torch.randn(8192, 1024, device="cuda", dtype=torch.bfloat16, requires_grad=True)

@@ -63,14 +63,14 @@ def scale_for(gradient: Tensor, fp8: torch.dtype) -> float:
 
 
 def by_te(activation: str, grad: Tensor, act_input: Tensor, quantizer: Any) -> tuple[Tensor, Any]:
-    """As TE's LayerNormMLP does it: the gradient in bf16, then a bias's gradient and that in FP8."""
+    """Compute the steps of TE's LayerNormMLP: the gradient in bf16, the bias's gradient, and both in FP8."""
     import transformer_engine_torch as tex
 
     return tex.bgrad_quantize(getattr(tex, f"d{activation}")(grad, act_input, None), quantizer)
 
 
 def steps(one: Tensor, other: Tensor) -> Tensor:
-    """How many FP8 numbers apart, from their bytes: a sign, and a magnitude that grows with the number."""
+    """Return the distance in FP8 numbers, computed from the bytes of sign and magnitude."""
     one, other = ((x & 127).int() * torch.where(x > 127, -1, 1) for x in (one, other))
     return (one - other).abs()
 
@@ -118,7 +118,7 @@ def test_the_kernel_computes_what_te_computes(
 
 @each_format
 def test_large_values_saturate(fp8: torch.dtype) -> None:
-    """As in TE: a scale that was right for earlier steps makes no infinity and no NaN in this one."""
+    """A scale of earlier steps makes no infinity and no NaN in this step, as in TE."""
     grad, act_input = inputs(SIZES[0])
     scale = 8 * scale_for(in_float64("swiglu", grad, act_input), fp8)
     _, out = with_cast("swiglu")(grad, act_input, Quantizer(fp8, scale).of_te)
@@ -129,7 +129,7 @@ def test_large_values_saturate(fp8: torch.dtype) -> None:
 
 
 def gradients(ours: bool, bias: bool) -> dict[str, Tensor]:
-    """Of a first step in delayed scaling, at scales of 1, always with the same weights."""
+    """Return the gradients of a first step in delayed scaling, with scales of 1 and fixed weights."""
     import transformer_engine.pytorch as te
     from transformer_engine.common.recipe import DelayedScaling
 

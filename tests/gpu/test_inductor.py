@@ -1,4 +1,4 @@
-"""What inductor makes of captured graphs on a GPU, by itself and in CUDA graphs, in bf16."""
+"""Captured graphs compiled by inductor on a GPU, alone and in CUDA graphs, in bf16."""
 
 import copy
 

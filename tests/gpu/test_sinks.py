@@ -20,7 +20,7 @@ REACHES = {
 
 
 def in_operations(parts: list[Tensor], mask: Tensor, cotangent: Tensor) -> tuple[Tensor, ...]:
-    """As models write it, in the dtype of the parts."""
+    """Compute attention with sinks as models write it, in the dtype of the parts."""
     own = [part.detach().requires_grad_() for part in parts]
     out = plain.DotProductAttention()(*own[:3], mask, 0.0, False, None, True, own[3])
     return out, *torch.autograd.grad(out, own, cotangent)

@@ -20,7 +20,7 @@ RECIPES = ("fp8-delayed", "fp8-current", "fp8-block")
 
 
 def kernels(model: nn.Module, in_fp8: bool = True) -> list[Any]:
-    """What belongs to the products that have run in FP8, in the order of their first parameters."""
+    """Return the FP8 state of the products that have run in FP8, in the order of their first parameters."""
     found = [kernel for parameter in model.parameters() for kernel in state_of(parameter).kernels.values()]
     return [kernel for kernel in found if kernel.in_fp8] if in_fp8 else found
 
@@ -41,7 +41,7 @@ def test_the_first_step_of_delayed_scaling_is_as_good_as_the_hundredth() -> None
 
 
 def test_the_first_step_is_worse_without_scales() -> None:
-    """What first scales are for: were this not so, the test above would show nothing."""
+    """Without first scales, the error is larger: otherwise the test above would prove nothing."""
     model = seeded(llama)
     small = 2**-14  # a loss like the mean over a large batch
     _, exact = step(copy.deepcopy(model).float(), batch(), small)
@@ -345,7 +345,7 @@ def test_weights_moved_to_the_cpu_run_in_plain_pytorch() -> None:
 
 @pytest.mark.parametrize("autocast", [False, True])
 def test_a_model_moved_to_the_gpu_after_its_conversion_trains_in_te(autocast: bool) -> None:
-    """As Trainer and accelerate move it there; weights in float32 are for autocast then."""
+    """Trainer and accelerate move models to the GPU later. Weights in float32 are then for autocast."""
     dtype = torch.float32 if autocast else torch.bfloat16
     model = seeded(lambda: llama(2048, layers=1)).to("cpu", dtype)
     fused = te_transform.convert(model, {name: ids.cpu() for name, ids in batch().items()})

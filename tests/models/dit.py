@@ -26,7 +26,7 @@ class TimestepEmbedder(nn.Module):
 
 
 class Attention(nn.Module):
-    """As timm had it when DiT was written."""
+    """The attention of timm when DiT was written."""
 
     def __init__(self):
         super().__init__()

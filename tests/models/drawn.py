@@ -18,7 +18,7 @@ SIZE = WIDTH // HEADS
 
 @dataclass(frozen=True)
 class Drawn:
-    """What a model is made of; the defaults are GPT-2's, but for dropout."""
+    """The parts of a drawn model. The defaults are those of GPT-2 without dropout."""
 
     norm: str = "layer"
     placement: str = "pre"
@@ -65,7 +65,7 @@ class Drawn:
         return model
 
     def empty_cache(self, batch: int, dtype: torch.dtype) -> Any:
-        """What the first call is given for a cache."""
+        """Return the cache that the first call gets."""
         if self.cache == "room":
             return Room(batch, self.groups, self.layers + 1, dtype)
         return Growing() if self.cache == "object" else None
@@ -265,12 +265,12 @@ def hidden_of(name: str, length: int, past: int, padding: Tensor | None) -> Tens
 
 
 def tables(drawn: Drawn, x: Tensor, past: int, padding: Tensor | None) -> tuple[Any, Any]:
-    """What layers may share: which keys are hidden, and the cosines and sines of the positions."""
+    """Return what layers may share: hidden keys, and the cosines and sines of positions."""
     return hidden_of(drawn.mask, x.shape[1], past, padding), angles_of(drawn, x, past)
 
 
 def offsets(length: int, past: int) -> Tensor:
-    """Where each key stands relative to each query, [length, all that there are]."""
+    """Return the position of each key relative to each query, [length, number of keys]."""
     order = torch.arange(past + length)
     return order[None, :] - order[past:, None]
 
@@ -287,7 +287,7 @@ MASKS = (
 
 
 def fill_of(drawn: Drawn, scores: Tensor) -> float:
-    """What stands at hidden keys."""
+    """Return the fill of hidden keys."""
     fill = next((value for name, value in FILLS.items() if drawn.mask.endswith(name)), float("-inf"))
     return torch.finfo(scores.dtype).min if fill is None else fill
 
@@ -296,7 +296,7 @@ DROPOUTS = "embed", "scores", "attention", "inner", "mlp", "path"
 
 
 def dropout(drawn: Drawn, place: str) -> nn.Dropout:
-    """What is there at a place; "path" is for the whole of a residual, of each sequence."""
+    """Return the dropout at a position. "path" drops a whole residual branch of a sequence."""
     return nn.Dropout(drawn.dropout if place in drawn.dropouts else 0.0)
 
 
@@ -549,7 +549,7 @@ class Model(nn.Module):
         return logits, tuple(cache.layers) if drawn.cache == "tuples" else cache
 
     def scales(self, ids: Tensor) -> bool:
-        """What people ask for beside sizes: modes, numbers in tensors, what the model keeps for itself."""
+        """Return True if this call scales, by a mode, the values of ids, or state of the model."""
         branch = self.drawn.branch
         if branch == "calls":
             self.calls = 1 - self.calls

@@ -24,7 +24,7 @@ class LayerNorm(nn.LayerNorm):
 
 
 class MultiHeadAttention(nn.Module):
-    """Of x to itself or to `xa`; gives the result and the scores, where they were computed."""
+    """Attention from x to itself or to `xa`. It returns the result, and the scores if they were computed."""
 
     def __init__(self, use_sdpa: bool):
         super().__init__()

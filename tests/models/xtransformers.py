@@ -11,7 +11,7 @@ WIDTH, HEADS, LENGTH, VOCAB, DEPTH = 32, 4, 24, 50, 1
 
 @dataclass
 class Intermediates:
-    """What an attention computed on the way."""
+    """The intermediate results of an attention."""
 
     qk_similarities: Tensor | None = None
     values: Tensor | None = None

@@ -61,7 +61,7 @@ def fused(make: Make, x: Tensor = X, **options: Any) -> Report:
 
 
 def sites(make: Make, x: Tensor = X, **options: Any) -> Report:
-    """What would be fused, and what not."""
+    """Return the fused and the refused sites of an inspection."""
     return te_transform.inspect(seeded(make), x, **options)
 
 

@@ -36,7 +36,7 @@ def gate_last(hidden: Tensor) -> Tensor:
 def clamped(
     hidden: Tensor, slope: float = 1.702, offset: int = 1, pairs: bool = True, least: float = -0.7
 ) -> Tensor:
-    """As GPT-OSS has it; others have halves, a SiLU, or nothing that is added."""
+    """The gated activation of GPT-OSS. Other models have halves, a SiLU, or no offset."""
     gate, up = (hidden[..., ::2], hidden[..., 1::2]) if pairs else hidden.chunk(2, -1)
     gate, up = gate.clamp(min=None, max=0.7), up.clamp(min=least, max=0.7)
     return (up + offset if offset else up) * (gate * torch.sigmoid(gate * slope))
@@ -52,7 +52,7 @@ def product(x: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
 
 
 class Mixture(nn.Module):
-    """As transformers computes experts, with a router and an activation of these kinds."""
+    """Experts as transformers computes them, with these routers and activations."""
 
     def __init__(
         self,
@@ -405,7 +405,7 @@ def test_writes_before_the_choices_are_sorted_are_read(write) -> None:
 
 
 def test_a_clamp_gives_what_is_no_number_no_gradient(te: ModuleType) -> None:
-    """So that a token of NaN leaves the biases of the first product alone, as in PyTorch."""
+    """A token of NaN does not change the bias gradients of the first product, as in PyTorch."""
     model = seeded(FUSES["clamped, in pairs, with biases"])
     converted = te_transform.convert(model, X, backend="te")
     x = X.index_fill(0, torch.tensor([1]), float("nan"))

@@ -184,7 +184,7 @@ def test_fuses(name: str) -> None:
 
 @pytest.mark.parametrize("joined", [False, True])
 def test_fuses_beside_attention_that_reads_the_same_norm_before(joined: bool) -> None:
-    """As in Cohere: gate and up are a product by themselves, and the op gives attention the norm."""
+    """In Cohere, gate and up are one product, and the op also returns the norm for attention."""
 
     def forward(model: nn.Module, x: Tensor) -> Tensor:
         y = model.norm(x)

@@ -57,7 +57,7 @@ def three(bias: bool = True) -> dict[str, Make]:
 
 
 def some_biases() -> dict[str, Make]:
-    """As Whisper has them: the softmax takes a bias of the keys out again."""
+    """Return projections of which the keys' has no bias, as in Whisper: the softmax would cancel it."""
     return three() | {"k": linear(bias=False)}
 
 

@@ -285,7 +285,7 @@ def test_less_than_half_of_a_pattern_in_any_order_is_no_near_miss() -> None:
 
 
 def test_a_linear_of_which_other_columns_are_read_too_says_so() -> None:
-    """As in PaLM, which has one for its queries, keys, values, gate and what is beside it."""
+    """PaLM's first linear also makes queries, keys, values and gate."""
 
     def parallel(m: Any, x: Tensor) -> Tensor:
         other, both = m.fused(m.norm(x)).split((H, 2 * FFN), -1)
@@ -310,7 +310,7 @@ def test_a_linear_of_which_other_columns_are_read_too_says_so() -> None:
 
 
 def test_a_value_that_is_not_the_one_found_before_is_named() -> None:
-    """As where cosines and sines are taken of angles that were computed twice."""
+    """Cosines and sines are taken of angles that were computed twice."""
     twice = Call(torch.add, Call(torch.tanh, Call(torch.abs, Var("x"))), Call(torch.tanh, Var("x")))
     rule = replace(linear.RULE, name="twice", pattern=twice, refuse=lambda: (), reads=("x",))
     make = written(

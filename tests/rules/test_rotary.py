@@ -79,7 +79,7 @@ def with_ones(model: Written, x: Tensor) -> Tensor:
 
 
 def heads_last(model: Written, x: Tensor) -> Tensor:
-    """Of as many tokens as there are heads."""
+    """Rotate as many tokens as there are heads."""
     x = x[:, :, :HEADS].transpose(1, 2)
     turns = angles(model, x.transpose(1, 2))[None]
     return turned(x, turns.cos().to(x.dtype).unsqueeze(2), turns.sin().to(x.dtype).unsqueeze(2))
@@ -108,7 +108,7 @@ def half(model: Written, x: Tensor) -> Tensor:
 
 
 def halves(model: Written, x: Tensor) -> Tensor:
-    """As flash-attn's and Gemma's own code, which turn each half by itself."""
+    """Rotate each half separately, as flash-attn and Gemma do."""
     turns = half(model, x)
     cos, sin = turns.cos().to(x.dtype), turns.sin().to(x.dtype)
     first, second = x.chunk(2, -1)
@@ -116,7 +116,7 @@ def halves(model: Written, x: Tensor) -> Tensor:
 
 
 def modded(model: Written, x: Tensor) -> Tensor:
-    """As modded-nanogpt and nanochat, which turn the other way, [batch, length, heads, width] in fp32."""
+    """Rotate in the opposite direction, [batch, length, heads, width] in fp32, as modded-nanogpt does."""
     turns = half(model, x)[None, :, None, :]
     cos, sin = turns.cos(), turns.sin()
     first, second = x.transpose(1, 2).float().chunk(2, -1)
@@ -133,7 +133,7 @@ def negated(model: Written, x: Tensor) -> Tensor:
 
 
 def partial(model: Written, x: Tensor) -> Tensor:
-    """As GPT-NeoX, Phi and GLM, whose last columns stay as they are."""
+    """Rotate the first columns only, as GPT-NeoX, Phi and GLM do."""
     turns = torch.outer(torch.arange(x.shape[-2], dtype=torch.float32), model.frequencies[::2])
     turns = turns.repeat(1, 2)[None]
     cos, sin = turns.cos().to(x.dtype).unsqueeze(1), turns.sin().to(x.dtype).unsqueeze(1)
@@ -146,14 +146,14 @@ def in_fp32_throughout(model: Written, x: Tensor) -> Tensor:
 
 
 def by_narrow_cosines(model: Written, x: Tensor) -> Tensor:
-    """As Cohere."""
+    """Rotate as Cohere does."""
     turns = angles(model, x)[None]
     y = turned(x.float(), turns.cos().to(x.dtype).unsqueeze(1), turns.sin().to(x.dtype).unsqueeze(1))
     return y.to(x.dtype)
 
 
 def by_wide_cosines(model: Written, x: Tensor) -> Tensor:
-    """As OLMo 2."""
+    """Rotate as OLMo 2 does."""
     turns = angles(model, x)[None]
     return turned(x, turns.cos().unsqueeze(1), turns.sin().unsqueeze(1)).to(x.dtype)
 
@@ -355,7 +355,7 @@ def test_fuses(name: str, te: ModuleType) -> None:
 
 
 def outputs_and_gradients(model: nn.Module, q: Tensor) -> list[Tensor]:
-    """What the model returns, and the gradients of its input and its weight."""
+    """Return the output, and the gradients of the input and the weight."""
     q = q.detach().requires_grad_()
     out = model(q)
     weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)
@@ -374,7 +374,7 @@ def each_head(model: Written, x: Tensor) -> Tensor:
 
 
 def widened(model: Written, x: Tensor) -> Tensor:
-    """As under autocast, where a product is in 16 bits and what it is multiplied with is not."""
+    """Rotate by wide cosines, as under autocast: products are in 16 bits, and cosines are not."""
     turns = angles(model, x)[None]
     return turned(x, turns.cos().unsqueeze(1), turns.sin().unsqueeze(1)) * 2
 
@@ -393,14 +393,14 @@ def shapes(turned: list[int], by: list[int]) -> str:
 
 
 def stored(model: Written, x: Tensor) -> Tensor:
-    """As modded-nanogpt and nanochat, whose cosines and sines are buffers."""
+    """Rotate by stored cosines and sines, as modded-nanogpt and nanochat do."""
     cos, sin = (part[None, : x.shape[-2], None, : WIDTH // 2] for part in (model.cos, model.sin))
     first, second = x.transpose(1, 2).chunk(2, -1)
     return torch.cat((first * cos + second * sin, first * (-sin) + second * cos), 3).transpose(1, 2)
 
 
 def looked_up(model: Written, x: Tensor) -> Tensor:
-    """As in older versions of transformers."""
+    """Rotate as older versions of transformers did."""
     positions = torch.arange(x.shape[-2])[None]
     return turned(x, model.cos[positions].unsqueeze(1), model.sin[positions].unsqueeze(1))
 
@@ -472,14 +472,14 @@ def gptj_by_a_table(model: Written, x: Tensor) -> Tensor:
 
 
 def polar(model: Written, x: Tensor) -> Tensor:
-    """As Meta's Llama, and Llama 4 of transformers."""
+    """Rotate complex numbers, as Meta's Llama and Llama 4 of transformers do."""
     turns = torch.polar(torch.ones_like(half(model, x)), half(model, x))
     numbers = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
     return torch.view_as_real(numbers * turns).flatten(-2).type_as(x)
 
 
 def by_matrices(model: Written, x: Tensor) -> Tensor:
-    """As Flux: each pair times a matrix [2, 2]."""
+    """Multiply each pair by a matrix [2, 2], as Flux does."""
     cos, sin = half(model, x).cos(), half(model, x).sin()
     turns = torch.stack((cos, -sin, sin, cos), -1).unflatten(-1, (2, 2))
     y = x.unflatten(-1, (-1, 1, 2))
@@ -612,7 +612,7 @@ def test_angles_that_are_written_to_before_the_rotation_are_not_taken_instead(te
 
 
 def test_a_cuda_graph_keeps_no_rotation() -> None:
-    """It would be replayed with the one of the angles that it was recorded with."""
+    """A replay would use the angles of the recording."""
     turns = torch.arange(5.0).view(1, 5, 1).expand(1, 5, WIDTH).contiguous()
     op = plain.Rotary()
     with limits.replayed:

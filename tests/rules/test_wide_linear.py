@@ -17,7 +17,7 @@ X = torch.randn(2, 5, H, generator=torch.Generator().manual_seed(0)).to(BF16)
 
 
 def router(model: Written, x: Tensor) -> Tensor:
-    """As DeepSeek V3 and GLM 4.5."""
+    """Compute a router as in DeepSeek V3 and GLM 4.5."""
     return F.linear(x.view(-1, H).type(torch.float32), model.weight.type(torch.float32)).softmax(-1)
 
 

@@ -131,7 +131,7 @@ def _text(value: Any) -> str:
 
 
 def find(dotted: str) -> Any:
-    """What has this name in TE, or None."""
+    """Return the object of this name in TE, or None."""
     try:
         return pkgutil.resolve_name(dotted)
     except (ImportError, AttributeError):
