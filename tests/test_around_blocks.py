@@ -153,7 +153,7 @@ def test_other_ways_to_call_blocks(kind: type[nn.Module]) -> None:
     assert ("between" in paths(pair.converted)) is (kind is TwoTowers)
 
 
-def test_modules_that_a_forward_held_where_its_graph_ended_have_their_paths() -> None:
+def test_modules_read_before_a_graph_break_keep_their_paths() -> None:
     """The head in self.head(self.hidden(x)) is read before the call that ends the graph."""
     report = te_transform.report(Pair.of(Nested).converted)
     assert sorted(site.path for site in report.sites) == [

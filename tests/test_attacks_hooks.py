@@ -214,7 +214,7 @@ AROUND: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("name", AROUND)
-def test_what_stands_around_a_call(name: str) -> None:
+def test_contexts_around_a_call_have_their_effect(name: str) -> None:
     def act(model: nn.Module, x: Tensor) -> None:
         with AROUND[name]():
             out = model(x.requires_grad_())

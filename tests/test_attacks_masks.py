@@ -522,7 +522,7 @@ def test_a_mask_written_to_between_two_layers(fill: float) -> None:
         pair.agree()
 
 
-def test_pieces_of_a_forward_look_at_a_mask_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pieces_of_a_forward_read_a_mask_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A forward is captured in pieces, as with dropped layers. The mask is read again after a write."""
 
     def forward(self: Any, x: Tensor, mask: Tensor) -> list[Tensor]:

@@ -174,7 +174,7 @@ def test_a_file_that_is_something_else(timings_file: Path, content: str) -> None
     assert timing.kept_timings("key") == [timing.Timing("torch", 0.5)]
 
 
-def test_where_nothing_can_be_written(timings_file: Path) -> None:
+def test_timings_need_no_writable_folder(timings_file: Path) -> None:
     timings_file.parent.write_text("a file in its place")
     timing.keep("key", [timing.Timing("torch", 0.5)])
     assert timing.kept_timings("key") == []

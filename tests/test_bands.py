@@ -259,7 +259,7 @@ def test_sinks(name: str, kind: str) -> None:
         torch.testing.assert_close(attended(*given), exact.detach(), atol=1e-6, rtol=1e-6)
 
 
-def test_a_sink_that_takes_nothing() -> None:
+def test_a_sink_of_minus_infinity_has_no_effect() -> None:
     """If a query sees any key, the attention equals one without a sink. All other values are numbers."""
     parts = [part.transpose(1, 2).requires_grad_() for part in parts_of(24, 24)]
     sinks = torch.tensor([-torch.inf, torch.finfo().min, -torch.inf, 1.0], requires_grad=True)

@@ -500,7 +500,7 @@ NO_PIECES = {
 
 
 @pytest.mark.parametrize("split", NO_PIECES.values(), ids=NO_PIECES)
-def test_what_are_no_columns_stays(split) -> None:
+def test_splits_of_other_dimensions_stay(split) -> None:
     """canonical() compares; columns of something else would be other numbers."""
     graph = canonical(lambda m, x: torch.mul(*split(x)), torch.randn(2, 5, 8))
     assert ops.columns not in targets(graph) or "tensor_split" in targets(graph)
@@ -679,7 +679,7 @@ def test_expand_before_broadcasting_is_removed() -> None:
         assert found & {torch.Tensor.expand, torch.Tensor.expand_as}
 
 
-def test_what_does_something_stays() -> None:
+def test_operations_with_an_effect_stay() -> None:
     graph = canonical(lambda m, x: x[:, :] * F.dropout(x, 0.5, True), torch.randn(2, 5))
     assert targets(graph) == {ops.dropout, torch.mul}
     integers = torch.arange(6)
@@ -857,7 +857,7 @@ WRITES = {
 
 
 @pytest.mark.parametrize("name", WRITES)
-def test_nothing_moves_over_a_write_to_what_the_call_does_not_begin_with(name: str) -> None:
+def test_nothing_moves_over_a_write_to_a_later_argument(name: str) -> None:
     def read_before(m, x, place):
         y = x[:, :2] + 1
         z = F.layer_norm(y, (2,))

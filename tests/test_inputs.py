@@ -149,7 +149,7 @@ def test_images_have_three_channels_where_a_config_does_not_say() -> None:
     assert inputs.kwargs["pixel_values"].shape == (2, 3, 8, 8)
 
 
-def test_nothing_is_drawn_and_nothing_is_left() -> None:
+def test_generated_inputs_are_reproducible_and_keep_the_random_state() -> None:
     model, before = Reads("ids"), torch.get_rng_state()
     first, again = as_inputs(model, None)[0], as_inputs(model, None)[0]
     assert torch.equal(first.args[0], again.args[0])

@@ -111,7 +111,7 @@ def test_batches_are_a_chain_that_only_the_rank_changes() -> None:
         ("fsdp2:2", 2, "got fsdp2:2; pass one"),
     ],
 )
-def test_what_ranks_cannot_be_divided_so(parallel: str, ranks: int, why: str) -> None:
+def test_numbers_of_ranks_that_do_not_fit_raise(parallel: str, ranks: int, why: str) -> None:
     import node
 
     with pytest.raises(ValueError, match=why):

@@ -115,7 +115,7 @@ def test_models_that_cannot_be_registered() -> None:
 
 
 @pytest.mark.usefixtures("group")
-def test_what_comes_too_late() -> None:
+def test_parameters_and_register_after_the_first_step_raise() -> None:
     own = model()
     own[2].bias.requires_grad_(False)
     optimizer = OneBitAdam(own[0].parameters())

@@ -75,7 +75,7 @@ def test_a_width_that_the_mesh_does_not_divide(ranks: int) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2], indirect=True)
-def test_nothing_is_left_to_divide(ranks: int) -> None:
+def test_skipping_all_modules_raises(ranks: int) -> None:
     model = converted()
     said = "nothing of QuickstartModel can be divided among ranks"
     unchanged(model, model, mesh(2), sample(), match=said, skip="*")

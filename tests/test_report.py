@@ -409,7 +409,7 @@ def test_graph_text_lists_every_operation() -> None:
     ]
 
 
-def test_which_is_before_or_after() -> None:
+def test_other_graphs_than_before_and_after_raise() -> None:
     for method in (report().graph_text, report().to_dot, report().to_networkx):
         with pytest.raises(ValueError, match="expected which='before' or 'after', got 'middle'; choose one"):
             method("middle")

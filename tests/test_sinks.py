@@ -182,7 +182,7 @@ def test_sinks_are_compiled(te: ModuleType, compilations: Compiler) -> None:
 
 
 @pytest.mark.usefixtures("kernels_of_hopper")
-def test_who_sees_the_tokens_before_alone(te: ModuleType) -> None:
+def test_a_mask_may_hide_the_query_itself(te: ModuleType) -> None:
     """Without its own, which no kernel's band leaves out."""
     model, inputs = Looked(True).bfloat16(), {k: tensor.bfloat16() for k, tensor in sample().items()}
     converted = te_transform.convert(model, inputs, backend="te")

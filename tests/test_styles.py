@@ -189,7 +189,7 @@ def test_activations_in_another_dtype_than_the_weights():
 
 
 @pytest.mark.xdist_group("x-transformers")
-def test_what_stands_beside_the_result():
+def test_objects_beside_the_result_are_returned():
     """Objects that a forward makes, among tensors of the graph."""
     model, original = converted("x-transformers"), STYLES["x-transformers"].build()
     logits, kept = model(**padded(10), return_intermediates=True)

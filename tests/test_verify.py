@@ -752,7 +752,7 @@ def test_a_gradient_that_cancels_is_measured_by_the_largest() -> None:
         (torch.zeros(2).half(), torch.zeros(2), r"is float16\[2\], the original's is float32\[2\]"),
     ],
 )
-def test_what_no_error_can_measure(converted: Tensor, original: Tensor, reason: str) -> None:
+def test_unmeasurable_differences_fail(converted: Tensor, original: Tensor, reason: str) -> None:
     (row,) = compare(*runs(converted, original, original.double()), "here")
 
     assert not row.ok
@@ -852,7 +852,7 @@ def test_outputs_without_gradients_are_compared_alone() -> None:
     assert rows[0].ok
 
 
-def test_one_number_is_not_held_to_a_lucky_run() -> None:
+def test_a_single_number_is_not_compared_with_a_lucky_run() -> None:
     """A loss: two products in different orders are equally exact, and none is wrong."""
     one = Subject(lambda a, b, c: (a * b * c).float().sum(), tuple)
     other = Subject(lambda a, b, c: (a * (b * c)).float().sum(), tuple)
@@ -959,7 +959,7 @@ def test_a_forward_that_asks_for_a_gradient_of_its_input() -> None:
 # Threads
 
 
-def test_nobody_compiles_while_numbers_in_fp64_are_the_default() -> None:
+def test_no_thread_compiles_while_fp64_is_the_default_dtype() -> None:
     """Dynamo, in another thread, would put that default back at the end of what it compiles."""
 
     def compiles() -> bool:  # as dynamo does before it looks at the default

@@ -404,7 +404,7 @@ def test_writes_before_the_choices_are_sorted_are_read(write) -> None:
         assert close(converted(X, torch.tensor(by)), model(X, torch.tensor(by)))
 
 
-def test_a_clamp_gives_what_is_no_number_no_gradient(te: ModuleType) -> None:
+def test_a_clamp_gives_nan_no_gradient(te: ModuleType) -> None:
     """A token of NaN does not change the bias gradients of the first product, as in PyTorch."""
     model = seeded(FUSES["clamped, in pairs, with biases"])
     converted = te_transform.convert(model, X, backend="te")

@@ -104,7 +104,7 @@ def test_each_of_its_forms_is_fused(name: str) -> None:
     assert fused(SPELLED[name], passes=RULES).counts == {"capped_linear": 1}
 
 
-def test_it_refuses_by_the_arguments_of_its_op() -> None:
+def test_a_rule_refuses_by_the_arguments_of_its_own_op() -> None:
     report = fused(capping(10.0), passes=RULES)
     assert report.counts == {"linear": 1}
     assert reasons(report, "capped_linear") == {

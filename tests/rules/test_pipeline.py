@@ -188,7 +188,7 @@ def test_a_rule_that_fails_leaves_the_model_as_it_was_and_is_noted() -> None:
 # Reasons that all rules share
 
 
-def test_what_is_skipped() -> None:
+def test_skip_leaves_modules_alone_with_a_reason() -> None:
     pair = Pair.of(Tiny, skip=["blocks.0.attention", "head*"])
     report = te_transform.report(pair.converted)
     sentence = "the module is skipped by skip={!r}: leave it out of skip= to have it fused"
@@ -284,7 +284,7 @@ def test_less_than_half_of_a_pattern_in_any_order_is_no_near_miss() -> None:
     assert not sites(make, passes=[rule]).sites
 
 
-def test_a_linear_of_which_other_columns_are_read_too_says_so() -> None:
+def test_other_readers_of_a_linears_columns_are_a_reason() -> None:
     """PaLM's first linear also makes queries, keys, values and gate."""
 
     def parallel(m: Any, x: Tensor) -> Tensor:
@@ -309,7 +309,7 @@ def test_a_linear_of_which_other_columns_are_read_too_says_so() -> None:
     fused(written(apart, **norms, **linears)).expect(layernorm_mlp=1, layernorm_linear=1)
 
 
-def test_a_value_that_is_not_the_one_found_before_is_named() -> None:
+def test_a_value_that_differs_from_its_first_binding_is_named() -> None:
     """Cosines and sines are taken of angles that were computed twice."""
     twice = Call(torch.add, Call(torch.tanh, Call(torch.abs, Var("x"))), Call(torch.tanh, Var("x")))
     rule = replace(linear.RULE, name="twice", pattern=twice, refuse=lambda: (), reads=("x",))

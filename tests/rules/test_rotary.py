@@ -611,7 +611,7 @@ def test_angles_that_are_written_to_before_the_rotation_are_not_taken_instead(te
         torch.testing.assert_close(converted(Q), model(Q), atol=0.02, rtol=0.02)
 
 
-def test_a_cuda_graph_keeps_no_rotation() -> None:
+def test_cached_rotations_are_not_recorded() -> None:
     """A replay would use the angles of the recording."""
     turns = torch.arange(5.0).view(1, 5, 1).expand(1, 5, WIDTH).contiguous()
     op = plain.Rotary()
