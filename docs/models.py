@@ -68,7 +68,7 @@ def table(cases: Iterable[Case]) -> Iterator[str]:
         except ModuleNotFoundError:  # of a package that is not installed
             found = _as_printed(case.name)
         rows.setdefault(found, []).append(case.name)
-    yield f"| model | {' | '.join(f'`{rule}`' for rule in RULES)} | in the way of more |"
+    yield f"| model | {' | '.join(f'`{rule}`' for rule in RULES)} | reasons |"
     yield f"| --- |{' ---: |' * len(RULES)} --- |"
     for found, names in rows.items():
         yield f"| {', '.join(names)} | {' | '.join(found)} |"
