@@ -115,8 +115,8 @@ class _Losses(torch.autograd.Function):
             "targets",
         )
         wide = torch.promote_types(x.dtype, torch.float32)
-        # the maximum logit of each row, the log-sum-exp relative to the maximum, and the target's logit; the
-        # sum of the first two in one number would round the second away
+        # The maximum logit of each row, the log-sum-exp relative to the maximum, and the target's logit. The
+        # first two stay separate, because their sum would round the second one away.
         top = rows.new_full((len(rows),), -torch.inf, dtype=wide)
         total, own = top.clone(), torch.zeros_like(top)
         for part in _loss_parts(rows, weight, bias):

@@ -394,9 +394,9 @@ def make_adjacent(parameters: Sequence[Tensor]) -> bool:
     one storage as tied, and save only one of them.
 
     Returns:
-        True if they are adjacent. They are never moved if something else holds the memory of one of them (see
-        storages.py), if one belongs to another group, or while a CUDA graph is recorded: the graph reads
-        their addresses.
+        True if they are adjacent. They are never moved if other code holds the memory of one of them (see
+        storages.py), or if one belongs to another group. They are not moved while a CUDA graph is recorded
+        either, because the graph reads their addresses.
     """
     if adjacent(parameters) is not None:
         return True

@@ -1,7 +1,10 @@
 """The command line: `te-transform`, or `python -m te_transform`.
 
-Exit status: 0 on success; 1 if a model is not fused as expected, fails verification, or takes longer than its
-budget; 2 if the input cannot be used, with a sentence on stderr that says why.
+Exit status:
+
+- 0: success.
+- 1: a model is not fused as expected, fails verification, or takes longer than its budget.
+- 2: the input cannot be used. A sentence on stderr says why.
 """
 
 from __future__ import annotations

@@ -124,8 +124,8 @@ def reference(plan: Plan, site: Site) -> tuple[fx.GraphModule, tuple[fx.Node, ..
     """Extract the captured operations that a site replaces.
 
     Returns:
-        A module of these operations, which returns a tuple of the site's outputs, and the captured nodes that
-        are its arguments: the site's inputs, and nodes that are read only for their dtype or shape.
+        A module of these operations, which returns a tuple of the site's outputs, and its arguments. These
+        are captured nodes: the site's inputs, and nodes that are read only for their dtype or shape.
     """
     outputs, inputs = _captured_ends(plan, site)
     return edit.extract(plan.captured, outputs, inputs | edit.read_aside(outputs, inputs))

@@ -265,8 +265,7 @@ class Runner:
             return captured.forward
         self.graphs.append(graph)
         held = weakref.ref(graph)  # dynamo never releases the objects that it was given
-        # dynamo does not always guard the model: if it makes no new graphs, it may call any that fits the
-        # call
+        # dynamo does not always guard the model: without new graphs, it may call any graph that fits
         alone = code_of(captured)
         return lambda *arguments: (held() or alone)(*arguments)
 

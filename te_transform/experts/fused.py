@@ -102,8 +102,8 @@ def routed(experts: Tensor, groups: int) -> tuple[Tensor, Tensor, Tensor, Tensor
     """Sort the choices of experts [tokens, choices] by expert.
 
     Returns:
-        The order of the choices by expert, the row of each choice in this order, the expert of each row, and
-        the first row after each expert.
+        The order of the choices by expert, the row of each choice, the expert of each row, and the first row
+        after each expert.
     """
     chosen, order = experts.flatten().sort()
     places = torch.empty_like(order)

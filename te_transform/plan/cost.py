@@ -248,7 +248,7 @@ RUN_MODES = {
 ORIGINAL, CAPTURED = RunMode("bytes", "call"), RunMode("bytes", "call, captured")
 
 # Seconds per unit, as printed by benchmarks/fit_cost.py. The time of an odd product is measured on a head of
-# 50,257 rows, forward and backward (docs/benchmarks.md); a forward alone takes 1.3 times as long. The CPU
+# 50,257 rows, forward and backward (docs/benchmarks.md). A forward alone takes 1.3 times as long. The CPU
 # times of an uncompiled fused call and of an FP8 call are guesses: the GPU took longer at all measured
 # points.
 TIMES = {

@@ -9,7 +9,7 @@ original's own rounding error shows how exactly this model can be computed. The 
 original computes exactly.
 
 The scale of an output is its own norm. The scale of a gradient is the largest norm among the gradients of the
-same backward: a gradient sums terms as large as those of the largest gradient, and they may cancel. The
+same backward. A gradient sums terms as large as those of the largest gradient, and these may cancel. The
 extreme case is the bias of a key projection. Its gradient is zero in exact arithmetic, because softmax
 ignores a constant, and pure rounding otherwise.
 

@@ -1,9 +1,9 @@
 """The first scales of delayed scaling.
 
 Delayed scaling quantizes with the scales of earlier steps and has none at first. Without scales, values
-above 448 and most gradients, which are below 1e-5, would be lost. So a product runs in its own dtype until a
-whole forward has recorded the amax of its input and its weight and, if it is trained, of the gradient of its
-output. The first scales are computed from these.
+above 448 and most gradients, which are below 1e-5, would be lost. A product therefore runs in its own dtype
+until a whole forward has recorded the amax of its input and its weight. If it is trained, the amax of its
+output's gradient must be recorded too. The first scales are computed from these numbers.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ class RecordedAmax:
     def knows(self, gradients: bool) -> bool:
         """Return True if scales can be computed for a call, with `gradients` for its backward too.
 
-        They can be after the forward that recorded has ended: a model such as ALBERT calls one layer several
-        times with different inputs, and the scales must fit them all.
+        The forward that records must have ended. A model such as ALBERT calls one layer several times with
+        different inputs, and the scales must fit all of them.
         """
         known = all(p.input is not None and (p.grad is not None or not gradients) for p in self.products)
         number = forward_number()

@@ -48,9 +48,10 @@ class Precision:
     def running(self, model: nn.Module) -> Iterator[None]:
         """Run the forward of `model` in the recipe.
 
-        TE ends a step of delayed scaling where the outermost autocast ends. So a nested forward does not
-        enter it again, and neither does a forward that a checkpoint repeats within a backward: each op has
-        noted how it ran. Under function transforms no op runs in a recipe, because TE cannot update scales.
+        TE ends a step of delayed scaling at the end of the outermost autocast, so a nested forward does not
+        enter autocast again. A forward that a checkpoint repeats within a backward does not enter it either,
+        because each op has noted how it ran. Under function transforms, no op runs in a recipe, because TE
+        cannot update scales.
         """
         if self.entered or in_backward() or transformed():
             yield

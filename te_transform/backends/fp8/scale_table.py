@@ -202,8 +202,8 @@ def restore(kernel: ScaledKernel, rows: list[ScaleRow], states: Mapping[str, Any
 def keep_scales(parameters: Iterable[Tensor]) -> None:
     """Keep the scales of products that do not run in this step.
 
-    At the end of a step, TE updates the scales of all products that ever ran, from a history that has 0 for
-    this step if the product did not run.
+    At the end of a step, TE updates the scales of all products that ever ran. The history of a product that
+    did not run in this step would have an amax of 0.
     """
     for parameter in parameters:
         for kernel in read_state(parameter).kernels.values():
