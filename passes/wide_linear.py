@@ -33,10 +33,10 @@ def _wide_linear(graph: fx.Graph, match: Match) -> tuple[Callable, tuple] | None
 
 _CAST_INPUT = Call(ops.cast, X, role="cast")
 _CAST_WEIGHT = Call(ops.cast, Var("weight", is_parameter))
-_EPS = Var("eps", lambda value: type(value) is float)
-_NORMALIZED = Call(ops.rms_norm, _CAST_INPUT, None, _EPS)
+_NORM_EPS = Var("eps", lambda value: type(value) is float)
+_NORMALIZED_INPUT = Call(ops.rms_norm, _CAST_INPUT, None, _NORM_EPS)
 _SQUARES = Call(torch.mean, OneOf(Call(torch.square, _CAST_INPUT), Call(torch.pow, _CAST_INPUT, 2)), -1, True)
-_INVERSE = Call(torch.rsqrt, Call(torch.add, _SQUARES, _EPS, commute=True))
+_INVERSE_LENGTH = Call(torch.rsqrt, Call(torch.add, _SQUARES, _NORM_EPS, commute=True))
 
 
 def _linear(x: Pattern, bias: Any = None) -> Call:
@@ -45,9 +45,9 @@ def _linear(x: Pattern, bias: Any = None) -> Call:
 
 _FORMS = Forms(
     (
-        Spelling(_linear(OneOf(_CAST_INPUT, _NORMALIZED), Var("bias")), _wide_linear),
+        Spelling(_linear(OneOf(_CAST_INPUT, _NORMALIZED_INPUT), Var("bias")), _wide_linear),
         # the same norm, after the product: DeepSeek V4 has it before, HY 4 has it after
-        Spelling(Call(torch.mul, _linear(_CAST_INPUT), _INVERSE, commute=True), _wide_linear),
+        Spelling(Call(torch.mul, _linear(_CAST_INPUT), _INVERSE_LENGTH, commute=True), _wide_linear),
     )
 )
 

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from te_transform.canonicalize.inplace import Storage, storage_of
-from te_transform.canonicalize.moves import FULL
+from te_transform.canonicalize.moves import ALL
 from te_transform.graph import edit
 from te_transform.graph.nodes import called, is_number, is_tensor_node, same_shape, shape_of, value
 
@@ -58,7 +58,7 @@ def _of_last(index: Any, rank: int) -> slice | None:
     if not isinstance(index, tuple) or not index or not isinstance(index[-1], slice):
         return None
     *others, last = index
-    is_each = len(index) == rank and all(isinstance(each, slice) and each == FULL for each in others)
+    is_each = len(index) == rank and all(isinstance(each, slice) and each == ALL for each in others)
     numbers = (last.start, last.stop, last.step)
     is_plain = all(each is None or (type(each) is int and each >= 0) for each in numbers)
     return last if is_plain and (others == [Ellipsis] or is_each) else None

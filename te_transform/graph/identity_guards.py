@@ -46,22 +46,22 @@ def _class_of(variable: VariableTracker) -> Any:
 
 def guard_identity(*sources: Source | None) -> None:
     """Guard which of the objects behind these sources, and behind all earlier ones, are the same."""
-    _compared().sources.update((source, None) for source in sources if source is not None)
+    _noted_comparisons().sources.update((source, None) for source in sources if source is not None)
 
 
 def note_tracked(variable: VariableTracker) -> None:
     """Note an object that the capture may change."""
     if variable.source is not None:
-        _compared().tracked.append(variable)
+        _noted_comparisons().tracked.append(variable)
 
 
 def guard_changed(variable: VariableTracker) -> None:
     """Guard that an object which the capture changes stays different from others of its class."""
     if variable.source is not None:
-        _compared().changed.add(_class_of(variable))
+        _noted_comparisons().changed.add(_class_of(variable))
 
 
-def _compared() -> _Compared:
+def _noted_comparisons() -> _Compared:
     """Return what the capture has compared, and install the guard at the first call."""
     installed = TracingContext.get().guards_context.dynamo_guards
     compared: _Compared | None = vars(installed).get("_te_transform_compared")

@@ -153,7 +153,7 @@ class LayeredGraph:
 
 
 def decide_on_layers(model: nn.Module, runner: Runner, policy: LayerPolicy | None) -> None:
-    """Let `policy` decide on the layers of the model's training calls. None runs all layers."""
+    """Set the policy that decides on the layers of training calls. None runs all layers."""
     if isinstance(runner.extension, LayerCalls):
         runner.extension.detach(model)
     runner.extension = None if policy is None else LayerCalls(model, runner, policy)
