@@ -19,8 +19,11 @@ from torch._guards import Guard, Source, TracingContext
 
 from te_transform.graph.root_guard import guard_at_root, value_of
 
-# Dynamo guards the identity or the value of such objects, with other guards.
-_GUARDED = (int, float, complex, str, bytes, type, types.NoneType, types.ModuleType)
+# Dynamo guards the identity or the value of such objects, with other guards. Built-in functions are constant.
+_GUARDED = (
+    int, float, complex, str, bytes, type, types.NoneType, types.ModuleType,
+    types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType,
+)  # fmt: skip
 _OF_MODULES = frozenset(vars(nn.Module()))  # such as _parameters: no other object refers to these
 
 

@@ -29,7 +29,7 @@ from unittest.mock import patch
 
 import torch
 from torch import nn
-from torch._dynamo import guards
+from torch._dynamo import guards, variables
 from torch._dynamo.exc import ObservedAttributeError, ObservedKeyError
 from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.source import GlobalStateSource, SkipGuardSource, is_from_skip_guard_source
@@ -43,11 +43,10 @@ from torch._dynamo.variables import (
     functions,
     lists,
     misc,
-    object_protocol,
 )
 from torch._dynamo.variables import torch as torch_functions
 from torch._dynamo.variables.base import VariableTracker
-from torch._dynamo.variables.hashable import HashableTracker
+from torch._dynamo.variables.lazy import LazyVariableTracker
 from torch._dynamo.variables.user_defined import (
     UserDefinedClassVariable,
     UserDefinedObjectVariable,
@@ -59,6 +58,7 @@ from te_transform.graph.class_guards import classes_of, guard_class_attribute, g
 from te_transform.graph.identity_guards import guard_changed, guard_identity, note_tracked
 from te_transform.graph.root_guard import description, guard_at_root
 
+_IS_2_13 = hasattr(variables, "object_protocol")  # PyTorch 2.13 or later
 _COMPARED = frozenset((bool, int, float, complex, str, bytes, type(None)))  # keys that == compares
 Ask = Callable[[Any], Hashable]  # asks an object a question; answers are compared with ==
 
@@ -238,8 +238,10 @@ def _patches() -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
         for name in ("getitem_const_raise_exception_if_absent", "_missing_impl"):
             if name in vars(tracker):
                 yield tracker, name, _item_lookup
+    of_all = "as_python_constant", "repr_impl", "tp_iter_impl", "unpack_var_sequence"
+    of_all += () if _IS_2_13 else ("debug_repr",)
     for tracker in (*_subclasses(dicts.ConstDictVariable), *_subclasses(SetVariable)):
-        for name in ("as_python_constant", "repr_impl", "tp_iter_impl", "unpack_var_sequence"):
+        for name in of_all:
             if name in vars(tracker):
                 yield tracker, name, _all_items
     yield lists.CommonListMethodsVariable, "call_method", _list_method
@@ -254,8 +256,13 @@ def _patches() -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
     yield functions.PolyfilledFunctionVariable, "call_function", _polyfill
     yield misc.RandomVariable, "call_method", _random_method
     yield BuiltinVariable, "call_function", _identity
-    yield object_protocol, "vt_identity_compare", _identity_in_equality
-    yield HashableTracker, "__init__", _key
+    if _IS_2_13:
+        yield variables.object_protocol, "vt_identity_compare", _identity_in_equality
+        yield variables.hashable.HashableTracker, "__init__", _key
+    else:
+        yield UserDefinedObjectVariable, "is_python_equal", _identity_in_equality
+        yield UserDefinedObjectVariable, "call_method", _equality_method
+        yield dicts.ConstDictVariable._HashableTracker, "__init__", _key
     yield builder, "make_dupe_guard", _one_object_in_two_places
     for name in ("_track_obj", "track_mutable"):
         yield SideEffects, name, _tracked
@@ -512,6 +519,16 @@ def _identity_in_equality(own: Callable[..., Any]) -> Callable[..., Any]:
     return compare
 
 
+def _equality_method(own: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(own)
+    def call(self: Any, tx: Any, name: str, args: list[VariableTracker], kwargs: Any) -> Any:
+        if name == "__eq__" and args:
+            _compare(self, args[0])
+        return own(self, tx, name, args, kwargs)
+
+    return call
+
+
 def _compare(*compared: VariableTracker) -> None:
     """Guard the identity of objects, if guards can reach all of them."""
     if all(each.source is not None for each in compared):
@@ -524,8 +541,12 @@ def _key(own: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(own)
     def create(self: Any, vt: VariableTracker) -> None:
         own(self, vt)
-        if not self.vt.is_python_constant():
-            guard_identity(self.vt.source)
+        key = self.vt
+        if isinstance(key, LazyVariableTracker) and not key.is_realized():  # dynamo cannot hash all others
+            if type(key.original_value()) not in _COMPARED:
+                guard_identity(key.original_source())
+        elif not key.is_python_constant():
+            guard_identity(key.source)
 
     return create
 
