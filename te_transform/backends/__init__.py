@@ -34,7 +34,7 @@ class Backend(Protocol):
     LayerNormMLP: Callable[..., FusedOp]
     DotProductAttention: Callable[..., FusedOp]
     Rotary: Callable[[float], FusedOp]
-    WideLinear: Callable[..., FusedOp]
+    WideLinear: Callable[[], FusedOp]
     CrossEntropy: Callable[[], FusedOp]
 
     def recipe_of(self, asked: Any) -> Any:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -43,9 +42,6 @@ MIN_GEMM_WORK_IN_FP8_REPLAYED = 8e9
 # The minimum of rows x inputs x outputs for a linear in fp32 on tensor cores. At 2.1e9, a step takes 1.39
 # of the original's time, because its launches take more CPU time; at 1.5e10, it takes 0.36 (H200).
 MIN_WIDE_WORK = 5e9
-# The minimum of rows x inputs if the rows are normalized. A step of PyTorch's operations then moves about 90
-# bytes per number, and the op 26 (counted): at 3e7 numbers, 0.9 and 0.3 ms of an H100's memory bandwidth.
-MIN_NORMALIZED_INPUTS = 3e7
 
 # The minimum number of logits for TE's cross entropy. It saves memory traffic, but its launches and its
 # nested backward take more CPU time than PyTorch's, which makes steps of few tokens slower. The break-even
@@ -176,21 +172,7 @@ def without_kernel(x: Tensor, weight: Tensor, in_fp8: bool = False) -> str | Non
     return f"{dtype_name(x.dtype)} with weights in {dtype_name(weight.dtype)}"
 
 
-def wide_work(rows: Any, weight: Sequence[Any], normalizes: bool) -> tuple[Any, float, str]:
-    """Return the work of a linear in fp32, the least work that gains on tensor cores, and the work's unit.
-
-    Args:
-        rows: the rows of its input.
-        weight: the shape of its weight, [out, in].
-        normalizes: True if it normalizes its rows.
-    """
-    outs, ins = weight
-    if normalizes:
-        return rows * ins, MIN_NORMALIZED_INPUTS, "normalized numbers"
-    return rows * outs * ins, MIN_WIDE_WORK, "products"
-
-
-def without_wide_product(x: Tensor, weight: Tensor, normalizes: bool = False) -> str | None:
+def without_wide_product(x: Tensor, weight: Tensor) -> str | None:
     """Return why a product of 16-bit numbers in fp32 cannot run on tensor cores, or None."""
     if why := without_kernel(x, weight):
         return why
@@ -198,8 +180,9 @@ def without_wide_product(x: Tensor, weight: Tensor, normalizes: bool = False) ->
         return f"weights in {dtype_name(x.dtype)}"
     if autocast_dtype(x) is not None:
         return "torch.autocast"
-    work, least, _ = wide_work(x.shape[:-1].numel(), weight.shape, normalizes)
-    return "too small to be faster" if work < least and not ignore_size_limits else None
+    if not ignore_size_limits and x.shape[:-1].numel() * weight.numel() < MIN_WIDE_WORK:
+        return "too small to be faster"
+    return None
 
 
 def without_padding(x: Tensor, weight: Tensor) -> str | None:

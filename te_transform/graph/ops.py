@@ -23,13 +23,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return F.linear(x, weight, bias)
 
 
-def wide_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float | None = None) -> Tensor:
-    """Compute y = x W^T + b in fp32, x and W in 16 bits, weight [out, in].
-
-    With `eps`, x is first normalized as in rms_norm(), in fp32.
-    """
-    wide = x.float() if eps is None else F.rms_norm(x.float(), x.shape[-1:], None, eps)
-    return F.linear(wide, weight.float(), None if bias is None else bias.float())
+def wide_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Compute y = x W^T + b in fp32, x and W in 16 bits, weight [out, in]."""
+    return F.linear(x.float(), weight.float(), None if bias is None else bias.float())
 
 
 def layer_norm(

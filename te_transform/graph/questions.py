@@ -255,6 +255,19 @@ def _patches() -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
     yield torch_functions.TorchInGraphFunctionVariable, "call_function", _folded_function
     yield functions.PolyfilledFunctionVariable, "call_function", _polyfill
     yield misc.RandomVariable, "call_method", _random_method
+    yield from _identity_patches()
+    yield SetVariable, "call_method", _set_method
+    yield guards.GuardBuilder, "EQUALS_MATCH", _equality
+    yield misc.GetAttrVariable, "call_method", _dict_method
+    if "call_method" in vars(DefaultDictVariable):  # later versions call _missing_impl
+        yield DefaultDictVariable, "call_method", _default_dict_method
+    if hasattr(dicts, "DunderDictVariable"):  # replaces GetAttrVariable since PyTorch 2.13
+        yield dicts.DunderDictVariable, "install_dict_contains_guard", _name_in_dict
+        yield dicts.DunderDictVariable, "install_dict_keys_match_guard", _names_in_dict
+
+
+def _identity_patches() -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
+    """Yield the methods that take two objects for one, or for two."""
     yield BuiltinVariable, "call_function", _identity
     if _IS_2_13:
         yield variables.object_protocol, "vt_identity_compare", _identity_in_equality
@@ -268,14 +281,6 @@ def _patches() -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
         yield SideEffects, name, _tracked
     yield SideEffects, "mutation", _mutation
     yield SideEffects, "store_attr", _mutation
-    yield SetVariable, "call_method", _set_method
-    yield guards.GuardBuilder, "EQUALS_MATCH", _equality
-    yield misc.GetAttrVariable, "call_method", _dict_method
-    if "call_method" in vars(DefaultDictVariable):  # later versions call _missing_impl
-        yield DefaultDictVariable, "call_method", _default_dict_method
-    if hasattr(dicts, "DunderDictVariable"):  # replaces GetAttrVariable since PyTorch 2.13
-        yield dicts.DunderDictVariable, "install_dict_contains_guard", _name_in_dict
-        yield dicts.DunderDictVariable, "install_dict_keys_match_guard", _names_in_dict
 
 
 def _subclasses(tracker: type) -> Iterator[type]:

@@ -116,10 +116,11 @@ def _too_small_for_kernel(site: Site, in_graphs: bool, has_kernels: bool) -> str
     if isinstance(site.fused, plain.DotProductAttention):
         return _small_attention(first, others, in_graphs)
     if isinstance(site.fused, plain.WideLinear):
-        rows, normalizes = math.prod(shape_of(first)[:-1]), site.fused.eps is not None
-        work, least, unit = limits.wide_work(rows, shape_of(others[0]), normalizes)
-        is_small = isinstance(work, int) and work < least
-        return f"{work:,} {unit}, tensor cores gain from {least:,.0f} on" if is_small else None
+        work = math.prod(shape_of(first)[:-1]) * numel_of(others[0])
+        is_small = isinstance(work, int) and work < limits.MIN_WIDE_WORK
+        return (
+            f"{work:,} products, tensor cores gain from {limits.MIN_WIDE_WORK:,.0f} on" if is_small else None
+        )
     is_loss = isinstance(site.fused, plain.CrossEntropy) and not in_graphs
     if is_loss and isinstance(numel_of(first), int) and numel_of(first) < limits.MIN_LOGITS:
         return f"{numel_of(first):,} logits, TE's kernel gains from {limits.MIN_LOGITS:,.0f} on"

@@ -17,7 +17,7 @@ PLAIN = {
     *PRODUCTS, torch.mul, torch.div, torch.add, torch.masked_fill, torch.where, torch.softmax, torch.reshape,
     ops.cast, ops.dropout,
 }  # fmt: skip
-ENDS = {ops.linear, ops.wide_linear, *ops.NORMS, ops.sdpa}
+ENDS = {ops.linear, *ops.NORMS, ops.sdpa}
 
 
 def obstacles(softmax: fx.Node) -> Iterator[str]:

@@ -9,21 +9,13 @@ from te_transform.graph import ops
 
 
 class WideLinear(FusedOp):
-    """The op y = x W^T + b in fp32, of x and W in 16 bits.
-
-    Args:
-        eps: of an RMSNorm of x without a scale; None if x is not normalized.
-    """
+    """The op y = x W^T + b in fp32, of x and W in 16 bits."""
 
     OUTSIDE_RECIPE = (
         "with a recipe, too, linears in fp32, such as routers, multiply 16-bit numbers: a rounding to FP8 "
         "would change which experts a token chooses"
     )
 
-    def __init__(self, eps: float | None = None):
-        super().__init__()
-        self.eps = eps
-
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Convert x [..., in] to [..., out] in fp32."""
-        return ops.wide_linear(x, weight, bias, self.eps)
+        return ops.wide_linear(x, weight, bias)

@@ -20,16 +20,11 @@ class WideLinear(plain.WideLinear):
         """Convert x [..., in] to [..., out] in fp32."""
         if traced():
             return super().forward(x, weight, bias)
-        if why := without_wide_product(x, weight, self.eps is not None):
+        if why := without_wide_product(x, weight):
             self.plain_calls[f"the linear in fp32, {why}"] += 1
             return super().forward(x, weight, bias)
-        product = differentiable_twice(self._on_tensor_cores, self._in_fp32, (x, weight))
+        product = differentiable_twice(_WideProduct.apply, self._in_fp32, (x, weight))
         return product if bias is None else product + bias.float()
-
-    def _on_tensor_cores(self, x: Tensor, weight: Tensor) -> Tensor:
-        if self.eps is None:
-            return _WideProduct.apply(x, weight)
-        return _NormalizedProduct.apply(x, weight, self.eps)
 
     def _in_fp32(self, x: Tensor, weight: Tensor) -> Tensor:
         return super().forward(x, weight, None)
@@ -50,54 +45,16 @@ class _WideProduct(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
         x, weight = ctx.saved_tensors
-        parts = _in_two_parts(grad.reshape(-1, grad.shape[-1]), x.dtype)
+        grad = grad.reshape(-1, grad.shape[-1])
+        rounded = grad.to(x.dtype)
+        parts = torch.cat((rounded, (grad - rounded).to(x.dtype)), -1)
         of_x = of_weight = None
         if ctx.needs_input_grad[0]:
             of_x = (parts @ torch.cat((weight, weight))).view(x.shape)
         if ctx.needs_input_grad[1]:
-            of_weight = _gradient_of_weight(parts, x, weight)
+            both = _float32_product(parts.t(), x.reshape(-1, x.shape[-1]))
+            of_weight = both.view(2, *weight.shape).sum(0).to(weight.dtype)
         return of_x, of_weight
-
-
-class _NormalizedProduct(torch.autograd.Function):
-    """The product x W^T / sqrt(mean(x^2) + eps) in fp32, of the same tensors.
-
-    The gradient of x through the norm is a multiple of each row. Both gradients are added up in fp32.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        rows = x.reshape(-1, x.shape[-1])
-        length = torch.linalg.vector_norm(rows, dim=-1, keepdim=True, dtype=torch.float32)
-        inverse = torch.rsqrt(length.square() / x.shape[-1] + eps)
-        normalized = _float32_product(rows, weight.t()).mul_(inverse)
-        ctx.save_for_backward(x, weight, normalized, inverse)
-        return normalized.view(*x.shape[:-1], -1)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        x, weight, normalized, inverse = ctx.saved_tensors
-        grad = grad.reshape(normalized.shape)
-        parts = _in_two_parts(grad * inverse, x.dtype)
-        of_x = of_weight = None
-        if ctx.needs_input_grad[0]:
-            of_rows = (grad * normalized).sum(-1, keepdim=True) * inverse.square() / -x.shape[-1]
-            wide = _float32_product(parts, torch.cat((weight, weight)))
-            of_x = wide.addcmul_(of_rows, x.reshape(wide.shape)).to(x.dtype).view(x.shape)
-        if ctx.needs_input_grad[1]:
-            of_weight = _gradient_of_weight(parts, x, weight)
-        return of_x, of_weight, None
-
-
-def _in_two_parts(grad: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a gradient in fp32 as its rounding to bfloat16 and the rest, next to each other."""
-    rounded = grad.to(dtype)
-    return torch.cat((rounded, (grad - rounded).to(dtype)), -1)
-
-
-def _gradient_of_weight(parts: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-    both = _float32_product(parts.t(), x.reshape(-1, x.shape[-1]))
-    return both.view(2, *weight.shape).sum(0).to(weight.dtype)
 
 
 def _float32_product(a: Tensor, b: Tensor) -> Tensor:
