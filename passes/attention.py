@@ -9,6 +9,7 @@ from te_transform.graph import ops
 from te_transform.graph.nodes import (
     computed_from,
     dtype_of,
+    is_bias,
     is_tensor_node,
     value,
     without_gradients,
@@ -38,8 +39,10 @@ def refuse(
     called, mask = "scaled_dot_product_attention" in attention.spelled, attention.mask
     if called and mask is None and not backend.HAS_KERNELS:
         yield None
-    # written out, it runs in the kernel that PyTorch would choose
-    if called and mask is not None and not backend.HAS_BIAS and _is_learned(attention.node.args[3]):
+    if mask is None or backend.HAS_BIAS:
+        return
+    is_trained = is_bias(mask) and attention.query.requires_grad
+    if (called or is_trained) and _is_learned(attention.node.args[3]):
         yield (
             "the attention adds a learned bias to its scores, but TE's fast cores compute no gradient for "
             "it: freeze the bias, if you can retrain"
