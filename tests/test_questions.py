@@ -329,6 +329,8 @@ CLASSES = {  # what the forward asks, the class that defines it, the name, and w
     ),
     "a static method": (lambda m, held, kwargs: held.static(), Helper, "static", staticmethod(lambda: 3.0)),
     "a value": (lambda m, held, kwargs: held.value, Derived, "value", 3.0),
+    "a value of a class": (lambda m, held, kwargs: type(held).value, Helper, "value", 3.0),
+    "a value of a global class": (lambda m, held, kwargs: Helper.value, Helper, "value", 3.0),
     "len()": (lambda m, held, kwargs: float(len(held)), Derived, "__len__", lambda self: 3),
     "a call": (lambda m, held, kwargs: held(), Derived, "__call__", lambda self: 3.0),
     "__getattr__": (lambda m, held, kwargs: held.missing, Derived, "__getattr__", lambda self, name: 3.0),
@@ -351,6 +353,15 @@ def test_a_class_may_define_something_else_later(name: str, monkeypatch: pytest.
         monkeypatch.setattr(changed, attribute, later, raising=False)
 
     check(read, Derived(), change)
+
+
+def test_a_class_may_have_another_name_later() -> None:
+    named = type("Named", (), {})
+    check(
+        lambda m, held, kwargs: float(len(type(held).__name__)),
+        named(),
+        lambda model: setattr(named, "__name__", "Other name"),
+    )
 
 
 def test_a_method_may_have_other_code_later(monkeypatch: pytest.MonkeyPatch) -> None:

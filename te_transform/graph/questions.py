@@ -32,7 +32,7 @@ from torch import nn
 from torch._dynamo import guards, variables
 from torch._dynamo.exc import ObservedAttributeError, ObservedKeyError
 from torch._dynamo.side_effects import SideEffects
-from torch._dynamo.source import GlobalStateSource, SkipGuardSource, is_from_skip_guard_source
+from torch._dynamo.source import AttrSource, GlobalStateSource, SkipGuardSource, is_from_skip_guard_source
 from torch._dynamo.variables import (
     BuiltinVariable,
     ConstantVariable,
@@ -299,9 +299,17 @@ def _attribute_lookup(own: Callable[..., Any]) -> Callable[..., Any]:
             raise
         if isinstance(self, UserDefinedVariable) and _has_users_class(self):
             guard_class_attribute(self.value, name)
+        if isinstance(self, UserDefinedClassVariable) and self.source and not _IS_2_13:
+            _guard_class_constant(AttrSource(self.source, name), found)
         return found
 
     return look_up
+
+
+def _guard_class_constant(source: Source, found: VariableTracker) -> None:
+    """Guard a number or a string that a class holds, which PyTorch 2.11 folds without a guard."""
+    if isinstance(found, ConstantVariable) and found.source is None:
+        guards.install_guard(source.make_guard(guards.GuardBuilder.CONSTANT_MATCH))
 
 
 def _of_a_class(own: Callable[..., Any]) -> Callable[..., Any]:
