@@ -245,7 +245,7 @@ def _patches() -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
             if name in vars(tracker):
                 yield tracker, name, _all_items
     yield lists.CommonListMethodsVariable, "call_method", _list_method
-    yield builder.VariableBuilder, "wrap_listlike", _length_limit
+    yield builder.VariableBuilder, "_wrap", _length_limit
     yield UserDefinedClassVariable, "__init__", _of_a_class
     yield UserDefinedObjectVariable, "__init__", _of_a_class
     for tracker in (misc.PythonModuleVariable, *_subclasses(functions.BaseUserFunctionVariable)):
