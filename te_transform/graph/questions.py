@@ -243,24 +243,24 @@ def _patches() -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
     for tracker in (*_subclasses(dicts.ConstDictVariable), *_subclasses(SetVariable)):
         for name in of_all:
             if name in vars(tracker):
-                yield tracker, name, _all_items
-    yield lists.CommonListMethodsVariable, "call_method", _list_method
+                yield tracker, name, _call_after(_guard_all_items)
+    yield lists.CommonListMethodsVariable, "call_method", _call_before(_guard_list_method)
     yield builder.VariableBuilder, "_wrap", _length_limit
-    yield UserDefinedClassVariable, "__init__", _of_a_class
-    yield UserDefinedObjectVariable, "__init__", _of_a_class
+    yield UserDefinedClassVariable, "__init__", _call_after(_guard_class)
+    yield UserDefinedObjectVariable, "__init__", _call_after(_guard_class)
     for tracker in (misc.PythonModuleVariable, *_subclasses(functions.BaseUserFunctionVariable)):
         if "call_obj_hasattr" in vars(tracker):
-            yield tracker, "call_obj_hasattr", _hasattr
-    yield functions.UserMethodVariable, "call_function", _getattr_method
-    yield torch_functions.TorchInGraphFunctionVariable, "call_function", _folded_function
-    yield functions.PolyfilledFunctionVariable, "call_function", _polyfill
-    yield misc.RandomVariable, "call_method", _random_method
+            yield tracker, "call_obj_hasattr", _call_before(_guard_hasattr)
+    yield functions.UserMethodVariable, "call_function", _call_before(_guard_getattr_method)
+    yield torch_functions.TorchInGraphFunctionVariable, "call_function", _call_before(_guard_folded_function)
+    yield functions.PolyfilledFunctionVariable, "call_function", _call_before(_guard_polyfill)
+    yield misc.RandomVariable, "call_method", _call_before(_guard_random_state)
     yield from _identity_patches()
     yield SetVariable, "call_method", _set_method
-    yield guards.GuardBuilder, "EQUALS_MATCH", _equality
-    yield misc.GetAttrVariable, "call_method", _dict_method
+    yield guards.GuardBuilder, "EQUALS_MATCH", _call_after(_guard_numbers)
+    yield misc.GetAttrVariable, "call_method", _call_before(_guard_dict_method)
     if "call_method" in vars(DefaultDictVariable):  # later versions call _missing_impl
-        yield DefaultDictVariable, "call_method", _default_dict_method
+        yield DefaultDictVariable, "call_method", _call_before(_guard_default_dict)
     if hasattr(dicts, "DunderDictVariable"):  # replaces GetAttrVariable since PyTorch 2.13
         yield dicts.DunderDictVariable, "install_dict_contains_guard", _name_in_dict
         yield dicts.DunderDictVariable, "install_dict_keys_match_guard", _names_in_dict
@@ -268,19 +268,48 @@ def _patches() -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
 
 def _identity_patches() -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
     """Yield the methods that take two objects for one, or for two."""
-    yield BuiltinVariable, "call_function", _identity
+    yield BuiltinVariable, "call_function", _call_before(_guard_is)
     if _IS_2_13:
-        yield variables.object_protocol, "vt_identity_compare", _identity_in_equality
-        yield variables.hashable.HashableTracker, "__init__", _key
+        yield variables.object_protocol, "vt_identity_compare", _call_before(_guard_compared)
+        yield variables.hashable.HashableTracker, "__init__", _call_after(_guard_hashed)
     else:
-        yield UserDefinedObjectVariable, "is_python_equal", _identity_in_equality
-        yield UserDefinedObjectVariable, "call_method", _equality_method
-        yield dicts.ConstDictVariable._HashableTracker, "__init__", _key
+        yield UserDefinedObjectVariable, "is_python_equal", _call_before(_guard_compared)
+        yield UserDefinedObjectVariable, "call_method", _call_before(_guard_eq)
+        yield dicts.ConstDictVariable._HashableTracker, "__init__", _call_after(_guard_hashed)
     yield builder, "make_dupe_guard", _one_object_in_two_places
     for name in ("_track_obj", "track_mutable"):
-        yield SideEffects, name, _tracked
-    yield SideEffects, "mutation", _mutation
-    yield SideEffects, "store_attr", _mutation
+        yield SideEffects, name, _call_before(_note_tracked)
+    yield SideEffects, "mutation", _call_before(_guard_mutation)
+    yield SideEffects, "store_attr", _call_before(_guard_mutation)
+
+
+def _call_before(act: Callable[..., None]) -> Callable[[Any], Any]:
+    """Return a wrapper of a method that first calls `act` with the method's arguments."""
+
+    def wrap(own: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(own)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            act(*args, **kwargs)
+            return own(*args, **kwargs)
+
+        return call
+
+    return wrap
+
+
+def _call_after(act: Callable[..., None]) -> Callable[[Any], Any]:
+    """Return a wrapper of a method that calls `act` with the method's arguments once the method returns."""
+
+    def wrap(own: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(own)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            found = own(*args, **kwargs)
+            act(*args, **kwargs)
+            return found
+
+        return call
+
+    return wrap
 
 
 def _subclasses(tracker: type) -> Iterator[type]:
@@ -312,14 +341,9 @@ def _guard_class_constant(source: Source, found: VariableTracker) -> None:
         guards.install_guard(source.make_guard(guards.GuardBuilder.CONSTANT_MATCH))
 
 
-def _of_a_class(own: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(own)
-    def create(self: Any, value: Any, *args: Any, **kwargs: Any) -> None:
-        own(self, value, *args, **kwargs)
-        if _has_users_class(self):
-            guard_special_methods(value)
-
-    return create
+def _guard_class(self: Any, value: Any, *_: Any, **__: Any) -> None:
+    if _has_users_class(self):
+        guard_special_methods(value)
 
 
 def _has_users_class(variable: VariableTracker) -> bool:
@@ -327,25 +351,14 @@ def _has_users_class(variable: VariableTracker) -> bool:
     return variable.source is not None or getattr(variable, "cls_source", None) is not None
 
 
-def _hasattr(own: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(own)
-    def ask(self: VariableTracker, tx: Any, name: str) -> Any:
-        _guard(self, functools.partial(_has_attribute, key=name))
-        return own(self, tx, name)
-
-    return ask
+def _guard_hasattr(self: VariableTracker, _: Any, name: str) -> None:
+    _guard(self, functools.partial(_has_attribute, key=name))
 
 
-def _getattr_method(own: Callable[..., Any]) -> Callable[..., Any]:
+def _guard_getattr_method(self: Any, _: Any, args: Any, kwargs: Any) -> None:
     """Guard that normal lookup still does not find a name that a class's __getattr__ handles."""
-
-    @functools.wraps(own)
-    def call(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-        if self.fn.__name__ == "__getattr__" and len(args) == 1:
-            _guard_key(self.obj, args[0], _has_attribute)
-        return own(self, tx, args, kwargs)
-
-    return call
+    if self.fn.__name__ == "__getattr__" and len(args) == 1:
+        _guard_key(self.obj, args[0], _has_attribute)
 
 
 def _item_lookup(own: Callable[..., Any]) -> Callable[..., Any]:
@@ -365,28 +378,15 @@ def _item_lookup(own: Callable[..., Any]) -> Callable[..., Any]:
     return look_up
 
 
-def _all_items(own: Callable[..., Any]) -> Callable[..., Any]:
+def _guard_all_items(self: Any, *_: Any) -> None:
     """Guard the keys of a dict or a set that dynamo reads as a whole, and their order."""
-
-    @functools.wraps(own)
-    def read(self: Any, *args: Any) -> Any:
-        found = own(self, *args)
-        _guard(self, _keys_in_order)
-        return found
-
-    return read
+    _guard(self, _keys_in_order)
 
 
-def _list_method(own: Callable[..., Any]) -> Callable[..., Any]:
+def _guard_list_method(self: Any, _: Any, name: str, args: list[VariableTracker], kwargs: Any) -> None:
     """Guard the keys of a dict or a set from which a list is made, as by list() and [*keys]."""
-
-    @functools.wraps(own)
-    def call(self: Any, tx: Any, name: str, args: list[VariableTracker], kwargs: Any) -> Any:
-        if name == "extend" and args and isinstance(args[0], (dicts.ConstDictVariable, SetVariable)):
-            _guard(args[0], _keys_in_order)
-        return own(self, tx, name, args, kwargs)
-
-    return call
+    if name == "extend" and args and isinstance(args[0], (dicts.ConstDictVariable, SetVariable)):
+        _guard_all_items(args[0])
 
 
 def _length_limit(own: Callable[..., Any]) -> Callable[..., Any]:
@@ -403,14 +403,9 @@ def _length_limit(own: Callable[..., Any]) -> Callable[..., Any]:
     return wrap
 
 
-def _default_dict_method(own: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(own)
-    def call(self: Any, tx: Any, name: str, args: list[VariableTracker], kwargs: Any) -> Any:
-        if name == "__getitem__" and len(args) == 1 and args[0] not in self:
-            _guard_key(self, args[0], _holds_key)
-        return own(self, tx, name, args, kwargs)
-
-    return call
+def _guard_default_dict(self: Any, _: Any, name: str, args: list[VariableTracker], kwargs: Any) -> None:
+    if name == "__getitem__" and len(args) == 1 and args[0] not in self:
+        _guard_key(self, args[0], _holds_key)
 
 
 def _set_method(own: Callable[..., Any]) -> Callable[..., Any]:
@@ -436,15 +431,10 @@ def _guard_key(held: Any, key: VariableTracker, ask: Callable[..., Hashable]) ->
         held.install_dict_keys_match_guard()
 
 
-def _dict_method(own: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(own)
-    def call(self: Any, tx: Any, name: str, args: list[VariableTracker], kwargs: Any) -> Any:
-        is_lookup = self.name == "__dict__" and name in ("get", "__getitem__", "__contains__")
-        if is_lookup and args:
-            _guard_key(self.obj, args[0], _holds_name)
-        return own(self, tx, name, args, kwargs)
-
-    return call
+def _guard_dict_method(self: Any, _: Any, name: str, args: list[VariableTracker], kwargs: Any) -> None:
+    is_lookup = self.name == "__dict__" and name in ("get", "__getitem__", "__contains__")
+    if is_lookup and args:
+        _guard_key(self.obj, args[0], _holds_name)
 
 
 def _name_in_dict(own: Callable[..., Any]) -> Callable[..., Any]:
@@ -463,105 +453,57 @@ def _names_in_dict(own: Callable[..., Any]) -> Callable[..., Any]:
     return guard
 
 
-def _folded_function(own: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(own)
-    def call(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-        is_folded = self.value in torch_functions.constant_fold_functions and self.value not in _CONSTANT
-        if is_folded and all(given.is_python_constant() for given in (*args, *kwargs.values())):
-            arguments = tuple(given.as_python_constant() for given in args)
-            named = tuple((name, given.as_python_constant()) for name, given in kwargs.items())
-            _guard_process(self.value, arguments, named)
-        return own(self, tx, args, kwargs)
-
-    return call
+def _guard_folded_function(self: Any, _: Any, args: Any, kwargs: Any) -> None:
+    is_folded = self.value in torch_functions.constant_fold_functions and self.value not in _CONSTANT
+    if is_folded and all(given.is_python_constant() for given in (*args, *kwargs.values())):
+        arguments = tuple(given.as_python_constant() for given in args)
+        named = tuple((name, given.as_python_constant()) for name, given in kwargs.items())
+        _guard_process(self.value, arguments, named)
 
 
-def _random_method(own: Callable[..., Any]) -> Callable[..., Any]:
+def _guard_random_state(self: Any, *_: Any, **__: Any) -> None:
     """Guard the state of a generator: dynamo draws from the state at capture."""
-
-    @functools.wraps(own)
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        _guard(self, _random_state)
-        return own(self, *args, **kwargs)
-
-    return call
+    _guard(self, _random_state)
 
 
-def _polyfill(own: Callable[..., Any]) -> Callable[..., Any]:
+def _guard_polyfill(self: Any, tx: Any, args: Any, kwargs: Any) -> None:
     """Guard a folded function without arguments, such as sys.getrecursionlimit(), which reads the process."""
-
-    @functools.wraps(own)
-    def call(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-        # inspect.unwrap() reads the recursion limit, which PyTorch increases when inductor is imported
-        by_inspect = tx.f_code.co_filename == inspect.__file__
-        if self.can_constant_fold_through() and not args and not kwargs and not by_inspect:
-            _guard_process(self.wrapped_fn)
-        return own(self, tx, args, kwargs)
-
-    return call
+    # inspect.unwrap() reads the recursion limit, which PyTorch increases when inductor is imported
+    by_inspect = tx.f_code.co_filename == inspect.__file__
+    if self.can_constant_fold_through() and not args and not kwargs and not by_inspect:
+        _guard_process(self.wrapped_fn)
 
 
-def _equality(own: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(own)
-    def match(self: Any, guard: Guard, *args: Any, **kwargs: Any) -> None:
-        own(self, guard, *args, **kwargs)
-        if isinstance(self.get(guard), (float, complex, tuple, frozenset)) and _numbers(self.get(guard)):
-            _same_answer(self, guard, _numbers)
-
-    return match
+def _guard_numbers(self: Any, guard: Guard, *_: Any, **__: Any) -> None:
+    held = self.get(guard)
+    if isinstance(held, (float, complex, tuple, frozenset)) and _numbers(held):
+        _same_answer(self, guard, _numbers)
 
 
-def _identity(own: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(own)
-    def call(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-        if self.fn in (operator.is_, operator.is_not):
-            _compare(*args)
-        return own(self, tx, args, kwargs)
-
-    return call
+def _guard_is(self: Any, _: Any, args: Any, kwargs: Any) -> None:
+    if self.fn in (operator.is_, operator.is_not):
+        _guard_compared(*args)
 
 
-def _identity_in_equality(own: Callable[..., Any]) -> Callable[..., Any]:
-    """Guard the identity of objects without an `__eq__`, which `==` and `in` compare."""
-
-    @functools.wraps(own)
-    def compare(left: VariableTracker, right: VariableTracker) -> Any:
-        _compare(left, right)
-        return own(left, right)
-
-    return compare
+def _guard_eq(self: Any, _: Any, name: str, args: list[VariableTracker], kwargs: Any) -> None:
+    if name == "__eq__" and args:
+        _guard_compared(self, args[0])
 
 
-def _equality_method(own: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(own)
-    def call(self: Any, tx: Any, name: str, args: list[VariableTracker], kwargs: Any) -> Any:
-        if name == "__eq__" and args:
-            _compare(self, args[0])
-        return own(self, tx, name, args, kwargs)
-
-    return call
-
-
-def _compare(*compared: VariableTracker) -> None:
-    """Guard the identity of objects, if guards can reach all of them."""
+def _guard_compared(*compared: VariableTracker) -> None:
+    """Guard the identity of objects that `is`, `==` or `in` compares, if guards can reach all of them."""
     if all(each.source is not None for each in compared):
         guard_identity(*(each.source for each in compared))
 
 
-def _key(own: Callable[..., Any]) -> Callable[..., Any]:
+def _guard_hashed(self: Any, _: VariableTracker) -> None:
     """Guard the identity of objects that are keys of a dict or items of a set."""
-
-    @functools.wraps(own)
-    def create(self: Any, vt: VariableTracker) -> None:
-        own(self, vt)
-        key = self.vt
-        if isinstance(key, LazyVariableTracker) and not key.is_realized():  # dynamo cannot hash all others
-            if type(key.original_value()) not in _COMPARED:
-                guard_identity(key.original_source())
-        elif not key.is_python_constant():
-            guard_identity(key.source)
-
-    return create
+    key = self.vt
+    if isinstance(key, LazyVariableTracker) and not key.is_realized():  # dynamo cannot hash all others
+        if type(key.original_value()) not in _COMPARED:
+            guard_identity(key.original_source())
+    elif not key.is_python_constant():
+        guard_identity(key.source)
 
 
 def _one_object_in_two_places(own: Callable[..., Any]) -> Callable[..., Any]:
@@ -577,19 +519,9 @@ def _one_object_in_two_places(own: Callable[..., Any]) -> Callable[..., Any]:
     return guard
 
 
-def _tracked(own: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(own)
-    def track(self: SideEffects, item: Any, variable: VariableTracker, **kwargs: Any) -> VariableTracker:
-        note_tracked(variable)
-        return own(self, item, variable, **kwargs)
-
-    return track
+def _note_tracked(self: SideEffects, item: Any, variable: VariableTracker, **_: Any) -> None:
+    note_tracked(variable)
 
 
-def _mutation(own: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(own)
-    def change(self: SideEffects, variable: VariableTracker, *args: Any, **kwargs: Any) -> Any:
-        guard_changed(variable)
-        return own(self, variable, *args, **kwargs)
-
-    return change
+def _guard_mutation(self: SideEffects, variable: VariableTracker, *_: Any, **__: Any) -> None:
+    guard_changed(variable)
