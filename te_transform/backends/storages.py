@@ -30,7 +30,7 @@ def is_sole_owner(tensor: Tensor, imported: bool = False) -> bool:
     # PyTorch's versions count references to a storage differently: compare with a new tensor
     with torch.inference_mode(False), torch.enable_grad():
         fresh = torch.empty(1, dtype=torch.float32, device="cpu", requires_grad=tensor.requires_grad)
-        return _holders(tensor) == _holders(fresh)
+        return holders(tensor) == holders(fresh)
 
 
 def sole_owners_needed(names: Sequence[str]) -> str:
@@ -43,7 +43,7 @@ def sole_owners_needed(names: Sequence[str]) -> str:
     )
 
 
-def _holders(tensor: Tensor) -> tuple[int, ...]:
+def holders(tensor: Tensor) -> tuple[int, ...]:
     """Return the reference counts of the storage's Python object, the storage, and the tensor.
 
     An export through DLPack holds the tensor. So does the node that accumulates its gradient, which this

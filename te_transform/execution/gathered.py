@@ -13,12 +13,12 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.autograd.graph import Node, get_gradient_edge
+from torch.autograd.graph import Node
 from torch.utils._pytree import tree_leaves
 
 from te_transform.backends.ranks import fsdp_groups, is_sharded
+from te_transform.backends.storages import holders
 from te_transform.execution.call_context import ModuleCall
 
 SKIPPED = (
@@ -98,16 +98,14 @@ def run_gathered(call: ModuleCall, run: Callable[[], Any], tell: Callable[[str],
     if not (call.is_block and _may_skip(call) and _is_supported(block)):
         return run()
     parameters = [*block.parameters()]
-    edges = [get_gradient_edge(each) for each in parameters if each.requires_grad]
-    before, ran = [*map(_reference_counts, parameters)], RunGraphs()
+    before, ran = [*map(holders, parameters)], RunGraphs()
     token = _ran.set(ran)
     try:
         out = run()
     finally:
         _ran.reset(token)
     is_compiled = ran == RunGraphs(1, 1) and not call.is_checkpointed
-    reads = not is_compiled or before != [*map(_reference_counts, parameters)]
-    del edges
+    reads = not is_compiled or before != [*map(holders, parameters)]
     _pending.setdefault(block, Pending(block)).add(out, reads)
     if not reads:
         tell(SKIPPED)
@@ -154,11 +152,6 @@ def _is_supported(block: nn.Module) -> bool:
     if len(groups) != 1 or len(groups[0].modules) != 1 or groups[0]._use_post_forward_mesh:
         return False
     return block in _pending or groups[0].unshard_in_backward
-
-
-def _reference_counts(parameter: Tensor) -> tuple[int, int]:
-    """Return the reference counts of a tensor and of its storage."""
-    return parameter._use_count(), torch._C._storage_Use_Count(parameter.untyped_storage()._cdata)
 
 
 def _nodes(out: Any) -> list[Node]:
