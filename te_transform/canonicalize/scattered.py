@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from te_transform.canonicalize.inplace import Storage, storage_of
+from te_transform.canonicalize.inplace import storage_of
 from te_transform.canonicalize.moves import ALL
 from te_transform.graph import edit
 from te_transform.graph.nodes import called, is_number, is_tensor_node, same_shape, shape_of, value
@@ -23,32 +23,26 @@ def scatter_columns(graph: fx.Graph) -> None:
     """
     writes = [node for node in graph.nodes if node.target is operator.setitem]
     for write in writes:
-        call = _scattered(write, storage_of(graph))
-        if call is not None:
+        if (call := _scattered(write)) is not None:
             x = write.args[0]
             edit.set_target(write, torch.slice_scatter, call)
             write.meta["example_value"] = edit.evaluate(write)
             edit.replace_later_uses(x, write)
 
 
-def _scattered(write: fx.Node, storage: Storage) -> tuple | None:
+def _scattered(write: fx.Node) -> tuple | None:
     """Return the arguments of slice_scatter for a write, or None if it must stay.
 
     Autograd must not have saved the tensor, whose backward would raise after the write.
     """
     x, index, values = write.args
-    if (
-        not is_tensor_node(x)
-        or not is_tensor_node(values)
-        or value(x).requires_grad
-        or value(values).requires_grad
-    ):
+    if not all(is_tensor_node(each) and not value(each).requires_grad for each in (x, values)):
         return None
     part = _of_last(index, len(shape_of(x)))
     if part is None or value(x).dtype is not value(values).dtype or not _is_turn(x):
         return None
     columns = len(range(*part.indices(shape_of(x)[-1])))
-    if not same_shape(shape_of(values), (*shape_of(x)[:-1], columns)) or _is_read_later(x, write, storage):
+    if not same_shape(shape_of(values), (*shape_of(x)[:-1], columns)) or _is_read_later(x, write):
         return None
     return x, values, -1, *part.indices(shape_of(x)[-1])
 
@@ -73,8 +67,9 @@ def _is_turn(x: fx.Node) -> bool:
     return called(x) in ("cos", "sin")
 
 
-def _is_read_later(x: fx.Node, write: fx.Node, storage: Storage) -> bool:
+def _is_read_later(x: fx.Node, write: fx.Node) -> bool:
     """Return True if a later node may read the written numbers other than through `x`."""
+    storage = storage_of(x.graph)
     others = {node for node, owners in storage.items() if owners & storage[x]} - {x, write}
     apart = {node for node in others if _is_another_item(node, x)}
     for node in sorted(others - apart):  # in graph order: views of other items are apart as well

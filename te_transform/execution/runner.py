@@ -1,7 +1,7 @@
 """The runner of a converted model, which the forward of its class calls.
 
 Only this file, attach.py and classes.py touch the user's model. The exceptions are parallel/ and
-fp8_only.py, which replace parameters on request. The model's modules, parameters and attributes do not
+fp8_only/, which replace parameters on request. The model's modules, parameters and attributes do not
 change.
 """
 

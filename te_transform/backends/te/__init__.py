@@ -2,7 +2,7 @@
 
 Matrix products run in TE's modules, which are built on the meta device without parameters. Each call assigns
 its weights to them. The modules keep FP8 state between steps. They belong to the parameters, see
-joined.State. The op runs in plain PyTorch if TE has no kernel for a call (another device, float32), or no
+fp8/registry.py. The op runs in plain PyTorch if TE has no kernel for a call (another device, float32), or no
 faster one (few tokens). `plain_calls` counts the reasons.
 """
 

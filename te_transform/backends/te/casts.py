@@ -1,4 +1,4 @@
-"""TE kernels that cast their result to FP8, for the custom operators of compiled graphs, see fp8_ops.py."""
+"""TE kernels that cast their result to FP8, for the custom operators of compiled graphs, see fp8/ops.py."""
 
 from __future__ import annotations
 
