@@ -4,6 +4,7 @@ anew."""
 import collections
 import contextlib
 import copy
+import enum
 import math
 import operator
 import os
@@ -273,8 +274,13 @@ def test_a_dict_whose_order_is_guarded_may_get_an_attribute(where: Callable[...,
 # Classes
 
 
+class Kind(enum.Enum):
+    FIRST = 1.0
+    OTHER = 3.0
+
+
 class Helper:
-    value = 1.0
+    value, kind = 1.0, Kind.FIRST
 
     def method(self) -> float:
         return 1.0
@@ -331,6 +337,7 @@ CLASSES = {  # what the forward asks, the class that defines it, the name, and w
     "a value": (lambda m, held, kwargs: held.value, Derived, "value", 3.0),
     "a value of a class": (lambda m, held, kwargs: type(held).value, Helper, "value", 3.0),
     "a value of a global class": (lambda m, held, kwargs: Helper.value, Helper, "value", 3.0),
+    "an enum of a class": (lambda m, held, kwargs: Helper.kind.value, Helper, "kind", Kind.OTHER),
     "len()": (lambda m, held, kwargs: float(len(held)), Derived, "__len__", lambda self: 3),
     "a call": (lambda m, held, kwargs: held(), Derived, "__call__", lambda self: 3.0),
     "__getattr__": (lambda m, held, kwargs: held.missing, Derived, "__getattr__", lambda self, name: 3.0),

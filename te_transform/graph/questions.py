@@ -16,6 +16,7 @@ with a different answer recompiles.
 from __future__ import annotations
 
 import dataclasses
+import enum
 import functools
 import inspect
 import math
@@ -336,8 +337,12 @@ def _attribute_lookup(own: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _guard_class_constant(source: Source, found: VariableTracker) -> None:
-    """Guard a number or a string that a class holds, which PyTorch 2.11 folds without a guard."""
-    if isinstance(found, ConstantVariable) and found.source is None:
+    """Guard a number, a string or an enum that a class holds; PyTorch 2.11 folds them without a guard."""
+    if found.source is not None or not found.is_python_constant():
+        return
+    if isinstance(found.as_python_constant(), enum.Enum):
+        guards.install_guard(source.make_guard(guards.GuardBuilder.ID_MATCH))
+    elif isinstance(found, ConstantVariable):
         guards.install_guard(source.make_guard(guards.GuardBuilder.CONSTANT_MATCH))
 
 
