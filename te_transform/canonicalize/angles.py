@@ -24,14 +24,19 @@ _NEGATED = (torch.neg,)
 
 
 class _Turn(NamedTuple):
-    """Cosines or sines of `angles`, cast, scaled or negated `after`wards: functions and their arguments."""
+    """Cosines or sines of angles.
+
+    Attributes:
+        angles: the argument of the cosine or sine.
+        after: casts, factors and negations of the result, each as a function and its arguments.
+    """
 
     angles: fx.Node
     after: tuple[tuple, ...] = ()
 
 
 def take_angles(graph: fx.Graph) -> None:
-    """Make the cosines and sines of rotations layouts of angles, instead of layouts of cosines and sines.
+    """Apply the layout changes of cosines and sines to their angles, before the cosines and sines are taken.
 
     Both are then computed from one tensor of angles. A negated sine is the sine of negated angles, which have
     the same cosine.
@@ -64,7 +69,7 @@ class _Moves:
         self.graph, self.rope, self.known = graph, rope, known
 
     def turn(self, node: Any, function: Callable) -> _Turn | None:
-        """Return the angles of a layout of cosines or sines, or None if it is computed from anything else."""
+        """Return the angles in the layout of these cosines or sines, or None for other numbers."""
         key = node, function, self.rope.meta["region"]
         if key not in self.known:
             self.known[key] = self._turn(node, function)
@@ -90,7 +95,7 @@ class _Moves:
         return first._replace(after=(*first.after, step))
 
     def _laid_out(self, target: Callable, args: tuple, angles: dict[fx.Node, fx.Node]) -> fx.Node:
-        """Return the call on angles. An unsqueeze of all angles is done after it, if possible."""
+        """Return the layout change of angles. If all angles are unsqueezed, unsqueeze the result instead."""
         dims = {found.args[1] if _is_unsqueezed(found) else None for found in angles.values()}
         dim = dims.pop() if len(dims) == 1 and _is_of_columns(target, args) else None
         if dim is None:
@@ -99,7 +104,7 @@ class _Moves:
         return self._call(torch.unsqueeze, (self._laid_out(target, args, inner), dim))
 
     def of(self, function: Callable, turn: _Turn, is_reversed: bool) -> fx.Node:
-        """Return the cosines or sines, unsqueezed after all else."""
+        """Return the cosines or sines of the angles. Unsqueezes come last."""
         dims, angles = [], turn.angles
         while _is_unsqueezed(angles):
             dims.append(angles.args[1])
@@ -112,10 +117,7 @@ class _Moves:
         return found
 
     def _call(self, target: Callable, args: tuple) -> fx.Node:
-        key = target, str(args), self.rope.meta["region"]
-        if key not in self.known:
-            self.known[key] = edit.insert(self.graph, [self.rope], target, args)
-        return self.known[key]
+        return edit.insert_once(self.graph, self.rope, self.known, target, args)
 
 
 def _is_elementwise(node: fx.Node, function: Callable) -> bool:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -99,27 +100,16 @@ def join_parts(graph: fx.Graph) -> None:
         if rotation is None or not alone or len({node.meta["region"] for node in covered}) > 1:
             continue
         in_pairs = root.target is not torch.cat
+        make = partial(edit.insert_once, graph, root, known)
         cos, sin = rotation.cos, rotation.sin
         if rotation.sign < 0:
-            sin = _made(graph, root, known, torch.neg, (sin,))
+            sin = make(torch.neg, (sin,))
         if not rotation.whole and in_pairs:
-            cos, sin = (
-                _made(graph, root, known, torch.repeat_interleave, (part, 2, -1)) for part in (cos, sin)
-            )
+            cos, sin = (make(torch.repeat_interleave, (part, 2, -1)) for part in (cos, sin))
         elif not rotation.whole:
-            cos, sin = (_made(graph, root, known, torch.cat, ((part, part), -1)) for part in (cos, sin))
+            cos, sin = (make(torch.cat, ((part, part), -1)) for part in (cos, sin))
         how = (False, True) if in_pairs else ()
         edit.replace(graph, covered, ops.rope, (rotation.part.x, cos, sin, *how))
-
-
-def _made(
-    graph: fx.Graph, root: fx.Node, known: dict[tuple, fx.Node], target: Callable, args: tuple
-) -> fx.Node:
-    """Return a call before `root`; rotations of one region share equal calls."""
-    key = target, args, root.meta["region"]
-    if key not in known:
-        known[key] = edit.insert(graph, [root], target, args)
-    return known[key]
 
 
 def _by_parts(root: fx.Node, covered: list[fx.Node]) -> _Rotation | None:

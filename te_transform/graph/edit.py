@@ -97,6 +97,16 @@ def insert(
     return node
 
 
+def insert_once(
+    graph: fx.Graph, at: fx.Node, known: dict[tuple, Any], target: Callable, args: tuple
+) -> fx.Node:
+    """Insert a call as insert() does, or return the equal call in `known` from the same region."""
+    key = target, str(args), at.meta["region"]
+    if key not in known:
+        known[key] = insert(graph, [at], target, args)
+    return known[key]
+
+
 def calls_before(graph: fx.Graph, at: fx.Node) -> Callable[..., fx.Node]:
     """Return a function that inserts a call before `at`, in the same module of the model as `at`.
 

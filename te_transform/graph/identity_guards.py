@@ -36,7 +36,7 @@ class _Compared:
         self.changed: set[Any] = set()  # the classes of changed objects
 
     def names(self, builder: Any) -> list[str]:
-        """Return the names of compared objects, of changed objects, and of others of their classes."""
+        """Return the names of compared objects, and of all objects of changed classes."""
         found = {*self.sources, *(v.source for v in self.tracked if _class_of(v) in self.changed)}
         names = sorted({source.name for source in found})
         shared = [name for name in names if name.rpartition(".")[2] not in _OF_MODULES]
