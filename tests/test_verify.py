@@ -447,6 +447,39 @@ def test_each_run_begins_with_the_same_running_statistics() -> None:
         assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
+class Stateful(nn.Module):
+    """Its output depends on a value that each forward changes, in one of several places."""
+
+    def __init__(self, place: str) -> None:
+        super().__init__()
+        self.place, self.calls, self.held, self.seen = place, 1, {"calls": [1]}, torch.ones(())
+        self.norm, self.linear = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("steps", torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(self.norm(x))
+        if self.place == "number":
+            self.calls += 1
+            return y * self.calls
+        if self.place == "list":
+            self.held["calls"].append(1)
+            return y * len(self.held["calls"])
+        if self.place == "tensor":
+            self.seen = self.seen + 1
+            return y * self.seen
+        self.steps = self.steps * 0.5 + y.detach().amax() * 0.5  # a new buffer, as I-BERT's
+        return y * self.steps
+
+
+@pytest.mark.parametrize("place", ["number", "list", "tensor", "buffer"])
+def test_each_run_begins_with_the_same_state(place: str) -> None:
+    model = Stateful(place)
+    converted = te_transform.convert(model, X, backend="torch", verify=False)
+    assert te_transform.verify(model, converted, X)
+    for each in (model, converted):
+        assert (each.calls, each.held, each.seen.item(), each.steps.item()) == (1, {"calls": [1]}, 1, 1)
+
+
 @pytest.fixture
 def no_memory_for_fp64(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """A site in fp64 runs out of memory; the numbers of runs that did."""
@@ -460,6 +493,25 @@ def no_memory_for_fp64(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(comparing, "run", limited)
     return raised
+
+
+@pytest.mark.parametrize(("error", "draws", "ok"), [(1.1, 0, True), (1.7, 31, True), (1.9, 20, False)])
+def test_only_near_misses_get_more_than_twenty_draws(
+    error: float, draws: int, ok: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The original's error is 1, and 1.5 in its thirty-first draw; 1.2 times as much is allowed."""
+    seeds: list[int] = []
+
+    def fake(subject: Subject, *_: object, double: bool = False, rounding: int | None = None, **how: object):
+        own = 1.0 if rounding is None else 1.5 if rounding == 30 else 0.9
+        seeds.extend([] if rounding is None else [rounding])
+        size = 0.0 if double else error if subject is converted else own
+        return Run({"": torch.tensor([100.0 + size], dtype=torch.float64)}, {}, {})
+
+    original, converted, reference = (Subject(lambda: None, tuple) for _ in range(3))
+    monkeypatch.setattr(comparing, "run", fake)
+    (row,) = judge(Contenders(original, converted, reference), Inputs())
+    assert (row.ok, len(seeds)) == (ok, draws)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

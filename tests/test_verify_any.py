@@ -26,8 +26,9 @@ IDS = {"input_ids": torch.randint(20, (2, 6), generator=torch.Generator().manual
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run the original three times more, not twenty times: errors in these tests are large."""
-    for module in (compare, first_difference):
-        monkeypatch.setattr(module, "DRAWS", 3)
+    monkeypatch.setattr(first_difference, "DRAWS", 3)
+    for name in ("DRAWS", "NEAR_DRAWS"):
+        monkeypatch.setattr(compare, name, 3)
 
 
 class Attention(nn.Module):

@@ -42,6 +42,7 @@ MIN_GEMM_WORK_IN_FP8_REPLAYED = 8e9
 # The minimum of rows x inputs x outputs for a linear in fp32 on tensor cores. At 2.1e9, a step takes 1.39
 # of the original's time, because its launches take more CPU time; at 1.5e10, it takes 0.36 (H200).
 MIN_WIDE_WORK = 5e9
+WIDE_TERMS = 128  # the number of terms that tensor cores add up with little error, see te/wide_linear.py
 
 # The minimum number of logits for TE's cross entropy. It saves memory traffic, but its launches and its
 # nested backward take more CPU time than PyTorch's, which makes steps of few tokens slower. The break-even
@@ -180,6 +181,8 @@ def without_wide_product(x: Tensor, weight: Tensor) -> str | None:
         return f"weights in {dtype_name(x.dtype)}"
     if autocast_dtype(x) is not None:
         return "torch.autocast"
+    if x.shape[-1] % WIDE_TERMS:
+        return f"inputs that are not a multiple of {WIDE_TERMS} wide"
     if not ignore_size_limits and x.shape[:-1].numel() * weight.numel() < MIN_WIDE_WORK:
         return "too small to be faster"
     return None

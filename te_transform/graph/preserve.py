@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from te_transform.graph.bits import same_bits
-from te_transform.graph.state_snapshot import Noted, TensorContent, is_plain, noted
+from te_transform.graph.state_snapshot import Noted, NotedValues, is_plain, noted
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -103,14 +103,12 @@ def _put_numbers_back(parameter: nn.Parameter, numbers: Tensor) -> None:
 
 
 @contextlib.contextmanager
-def same_buffers(model: nn.Module) -> Iterator[None]:
-    """Restore the values of buffers, such as running statistics, which each training forward updates."""
-    before = [TensorContent(buffer) for buffer in model.buffers() if not buffer.is_meta]
-    try:
+def same_state(model: nn.Module) -> Iterator[None]:
+    """Restore what the modules hold: a forward may update running statistics, count calls or keep tensors."""
+    with contextlib.ExitStack() as afterwards:
+        for content in NotedValues(model).contents:
+            afterwards.callback(content.put_back)
         yield
-    finally:
-        for content in before:
-            content.put_back()
 
 
 @contextlib.contextmanager

@@ -217,6 +217,14 @@ class Noted:
         return (names.get(id(value), "") + "".join(reversed(labels))).removeprefix(".")
 
 
+class NotedValues(Noted):
+    """A snapshot without functions, classes and what they refer to: fast enough for every call."""
+
+    def _note(self, value: Any) -> None:
+        if not isinstance(value, (types.FunctionType, type)):
+            super()._note(value)
+
+
 def noted(model: nn.Module) -> Noted:
     """Take a snapshot of every value that the modules of a model refer to."""
     return Noted(model)

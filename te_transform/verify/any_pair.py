@@ -14,7 +14,7 @@ from torch._dynamo import config as dynamo
 
 from te_transform.execution.attach import original_forward
 from te_transform.graph.inputs import Inputs
-from te_transform.graph.preserve import same_buffers
+from te_transform.graph.preserve import same_state
 from te_transform.verify.cases import Case, all_rows, rows_of_case
 from te_transform.verify.compare import GRADIENT, Contenders
 from te_transform.verify.dead import constant_outputs, without_gradient
@@ -112,7 +112,7 @@ class AnyPair:
 
         def within() -> AbstractContextManager:
             stack = ExitStack()
-            for context in (same_buffers, original_forward, *[in_double] * double):
+            for context in (same_state, original_forward, *[in_double] * double):
                 stack.enter_context(context(self.model))
             return stack
 
@@ -132,7 +132,7 @@ class AnyPair:
             with _mode_of(case, args, kwargs):
                 return outputs.of_second(model, lambda: model(*args, **kwargs))
 
-        return Subject(call, self.layout.theirs.items, lambda: same_buffers(model), self.layout.pull_back)
+        return Subject(call, self.layout.theirs.items, lambda: same_state(model), self.layout.pull_back)
 
     def _check_outputs(self, sample: Inputs) -> None:
         results = []
@@ -140,7 +140,7 @@ class AnyPair:
             args, kwargs = sample.clone()
             model.eval()
             try:
-                with same_buffers(model), torch.no_grad():
+                with same_state(model), torch.no_grad():
                     results.append(model(*args, **kwargs))
             except Exception as error:  # the user's code may raise anything
                 raise ValueError(

@@ -14,14 +14,17 @@ extreme case is the bias of a key projection. Its gradient is zero in exact arit
 ignores a constant, and pure rounding otherwise.
 
 One run of the original may have a small error by chance, if few numbers are compared or a softmax is near a
-tie. Before a comparison fails, the original therefore runs up to 20 more times, with each result off by a
-random half ulp. This simulates another order of sums (Monte Carlo arithmetic, Parker 1997). The largest error
-counts. For a single number such as a loss, with normal errors, a correct conversion exceeds the bound as
-follows:
+tie. Before a comparison fails, the original therefore runs more often, with each result off by a random half
+ulp. This simulates another order of sums (Monte Carlo arithmetic, Parker 1997). The largest error counts. For
+a single number such as a loss, with normal errors, a correct conversion exceeds the bound as follows:
 
     runs of the original    exceeds 1.2 times the largest error
     6                       once in 11 times
     21                      once in 52 times
+
+A comparison that misses by half or more fails after 21 runs. Models that choose experts or keys have rare,
+large errors, where rounding changes a choice. Comparisons that miss by less therefore get up to 101 runs: of
+944 conversions of 236 families, 6 in FP8 needed 22 to 38 (H200).
 
 If the converted model runs in FP8, the original's FP8 products are emulated, quantized and dequantized as
 well as FP8 allows (emulate.py). Its draws also vary the scales. In small Llamas and RoBERTas, the FP8 error
@@ -49,7 +52,8 @@ from te_transform.verify.replay import Run, Subject, run
 
 MORE = 1.2  # sums of the converted model run in another order, with errors of the same size
 GRADIENT = "gradient of "  # the start of the names of rows of gradients
-DRAWS = 20  # runs of the original with random rounding
+DRAWS, NEAR_DRAWS = 20, 100  # runs of the original with random rounding: of any failure, and of a near one
+NEAR = 1.5  # the error of a near failure, at most this many times the allowed error
 
 Emulation = Callable[[int | None], AbstractContextManager]
 
@@ -124,20 +128,21 @@ def judge(contenders: Contenders, inputs: Inputs, label: str = "", large: bool =
             found = run(original, inputs, cotangents=own.cotangents, rounding=seed)
         return found if own.gradients else Run(found.outputs, {}, {})
 
-    exact, originals = _in_fp64(contenders, inputs, own, large), [own]
+    exact, first = _in_fp64(contenders, inputs, own, large), own
     if exact is None:
-        exact, originals = own, [drawn(DRAWS)]
+        exact, first = own, drawn(DRAWS)
     try:
         converted = _run_converted(contenders, inputs, own)
     except Exception as error:
         reason = f"raised {type(error).__name__}: {error}"
         return [Row(label, "the forward or backward", False, reason=reason)]
-    rows = compare(converted, originals, exact, label)
-    for seed in range(DRAWS):
-        if not any(not row.ok and not row.reason for row in rows):
+    rows, worst = compare(converted, [first], exact, label), first
+    for seed in range(NEAR_DRAWS):
+        failed = [row.times for row in rows if not row.ok and not row.reason]
+        if not failed or (seed >= DRAWS and max(failed) > NEAR):
             break
-        originals.append(drawn(seed))
-        rows = compare(converted, originals, exact, label)
+        worst = worst_of(worst, drawn(seed), exact)
+        rows = compare(converted, [first, worst], exact, label)
     return rows
 
 
@@ -175,7 +180,7 @@ def _run_converted(contenders: Contenders, inputs: Inputs, own: Run) -> Run:
 def compare(converted: Run, originals: Sequence[Run], reference: Run, inputs: str) -> list[Row]:
     """Return a row for every output and every gradient; the module docstring says what passes.
 
-    The first of `originals` is the original; the others are its draws with random rounding.
+    The first of `originals` is the original; another one has the worst of its draws with random rounding.
     """
     runs, rows = (converted, *originals, reference), []
     for name in dict.fromkeys([*originals[0].outputs, *converted.outputs]):

@@ -13,7 +13,7 @@ from torch import nn
 from te_transform.backends.limits import ignore_size_limits
 from te_transform.execution.attach import original_forward, runners, without_extensions
 from te_transform.graph.inputs import Inputs
-from te_transform.graph.preserve import same_buffers
+from te_transform.graph.preserve import same_state
 from te_transform.verify.bisect import Called, bisect_failures, with_observer
 from te_transform.verify.cases import Case, all_rows, failed, rows_of_case
 from te_transform.verify.compare import Contenders
@@ -97,7 +97,7 @@ class Conversion:
             self.converted.train(training)
             args, kwargs = samples[0].clone()
             with ExitStack() as stack:
-                stack.enter_context(same_buffers(self.converted))
+                stack.enter_context(same_state(self.converted))
                 stack.enter_context(self.recipes.fresh_scales())
                 stack.enter_context(self.recipes.learn())
                 stack.enter_context(torch.set_grad_enabled(training))

@@ -9,7 +9,7 @@ from contextlib import suppress
 import torch
 from torch import Tensor, nn
 
-from te_transform.graph.preserve import same_buffers
+from te_transform.graph.preserve import same_state
 from te_transform.verify.compare import GRADIENT, Row
 from te_transform.verify.replay import named_tensors
 from te_transform.verify.variations import Variation
@@ -21,7 +21,7 @@ def constant_outputs(model: nn.Module, sets: Iterable[Variation]) -> Iterator[Ro
     seen: dict[str, list[Tensor]] = defaultdict(list)
     for each in sets:
         args, kwargs = each.inputs.clone()
-        with same_buffers(model), torch.no_grad(), suppress(Exception):  # the model rejects some sizes
+        with same_state(model), torch.no_grad(), suppress(Exception):  # the model rejects some sizes
             for name, tensor in named_tensors(model.eval()(*args, **kwargs)):
                 if tensor.is_floating_point():
                     seen[f"{name} {list(tensor.shape)}"].append(tensor)

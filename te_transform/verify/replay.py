@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map_with_path
 from te_transform.backends.fp8.fp8_only import exact
 from te_transform.graph.bits import dense_parts
 from te_transform.graph.inputs import Inputs
-from te_transform.graph.preserve import same_buffers, same_random
+from te_transform.graph.preserve import same_state, same_random
 from te_transform.verify.judged import Judged, Noise
 
 Context = Callable[[], contextlib.AbstractContextManager]
@@ -36,11 +36,11 @@ class Subject:
 
     @classmethod
     def of(cls, model: nn.Module, within: Context = contextlib.nullcontext) -> Subject:
-        """Return the subject of a model; each run begins with the same buffers."""
+        """Return the subject of a model; each run begins with the same state."""
 
         @contextlib.contextmanager
         def within_the_same() -> Iterator[None]:
-            with same_buffers(model), within():
+            with same_state(model), within():
                 yield
 
         return cls(model, model.named_parameters, within_the_same)

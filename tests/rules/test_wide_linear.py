@@ -9,16 +9,16 @@ from torch import Tensor, nn
 
 import te_transform
 from te_transform.backends import limits
-from tests.rules.tables import H, Make, Written, sites, written
+from tests.rules.tables import Make, Written, sites, written
 from tests.zoo import seeded
 
-BF16 = torch.bfloat16
-X = torch.randn(2, 5, H, generator=torch.Generator().manual_seed(0)).to(BF16)
+BF16, WIDTH = torch.bfloat16, 2 * limits.WIDE_TERMS
+X = torch.randn(2, 5, WIDTH, generator=torch.Generator().manual_seed(0)).to(BF16)
 
 
 def router(model: Written, x: Tensor) -> Tensor:
     """Compute a router as in DeepSeek V3 and GLM 4.5."""
-    return F.linear(x.view(-1, H).type(torch.float32), model.weight.type(torch.float32)).softmax(-1)
+    return F.linear(x.view(-1, WIDTH).type(torch.float32), model.weight.type(torch.float32)).softmax(-1)
 
 
 def biased(model: Written, x: Tensor) -> Tensor:
@@ -44,7 +44,7 @@ def computed(model: Written, x: Tensor) -> Tensor:
 
 
 def of(function) -> Make:
-    parts = {"weight": lambda: nn.Parameter(torch.zeros(4, H)), "bias": lambda: nn.Parameter(torch.zeros(4))}
+    parts = {"weight": lambda: nn.Parameter(torch.zeros(4, WIDTH)), "bias": lambda: nn.Parameter(torch.zeros(4))}
     return lambda: written(function, **parts)().to(BF16)
 
 
@@ -76,7 +76,7 @@ def test_other_linears_stay(function) -> None:
 
 def test_a_gradient_keeps_16_bits(te: ModuleType) -> None:
     """The gradient of the result is rounded to two numbers in bfloat16, not to one."""
-    x, weight = X.clone().requires_grad_(), torch.randn(4, H).to(BF16).requires_grad_()
+    x, weight = X.clone().requires_grad_(), torch.randn(4, WIDTH).to(BF16).requires_grad_()
     op = te.WideLinear()
     with limits.ignore_size_limits:
         out = op(x, weight, None)
@@ -90,12 +90,19 @@ def test_a_gradient_keeps_16_bits(te: ModuleType) -> None:
 
 
 def test_it_can_be_differentiated_twice(te: ModuleType) -> None:
-    x, weight = X.clone().requires_grad_(), torch.randn(4, H).to(BF16).requires_grad_()
+    x, weight = X.clone().requires_grad_(), torch.randn(4, WIDTH).to(BF16).requires_grad_()
     with limits.ignore_size_limits:
         out = te.WideLinear()(x, weight, None)
     (grad,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
     (again,) = torch.autograd.grad(grad.float().square().sum(), weight)
     assert again.abs().sum() > 0
+
+
+def test_sums_of_an_odd_number_of_terms_stay_in_pytorch(te: ModuleType) -> None:
+    op = te.WideLinear()
+    with limits.ignore_size_limits:
+        op(X[..., :-1], torch.randn(4, WIDTH - 1).to(BF16), None)
+    assert sum(op.plain_calls.values()) == 1
 
 
 def test_plain_pytorch_has_no_kernel_for_it() -> None:
