@@ -584,6 +584,57 @@ def test_another_thread_looks_at_another_mask_meanwhile(monkeypatch: pytest.Monk
         assert found == masks.CAUSAL if given is full else torch.equal(found, causal() & padded)
 
 
+def layers(kept: masks.KeptMasks, number: int) -> list[masks.MaskOp]:
+    """Return the masks of layers of one graph, each from a buffer of its own and the padding of the call."""
+    found = []
+    for _ in range(number):
+        graph = fx.Graph()
+        stored, padding = graph.placeholder("stored"), graph.placeholder("padding")
+        graph.output((graph.call_function(operator.and_, (stored, padding)),))
+        found.append(masks.MaskOp(fx.GraphModule(nn.Module(), graph), (True, False), kept=kept))
+        found[-1].is_last = False
+    found[-1].is_last = True
+    return found
+
+
+def test_layers_with_equal_buffers_compute_their_mask_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, where a mask is known by the versions of what it reads."""
+    monkeypatch.setattr(masks, "_is_on_cpu", lambda tensor: False)
+    seen, what_is = [], masks.what_is
+    monkeypatch.setattr(masks, "what_is", lambda *args, **how: seen.append(args) or what_is(*args, **how))
+    kept = masks.KeptMasks()
+    ops, buffers = layers(kept, 4), [causal(), causal(offset=2), causal(), causal(offset=2)]
+    for number in range(3):
+        seen.clear()
+        padding = torch.arange(LONGEST) != number  # the data of another call
+        found = [op(buffer, padding) for op, buffer in zip(ops, buffers, strict=True)]
+        assert len(seen) == 2
+        assert all(torch.equal(mask, buffer & padding) for mask, buffer in zip(found, buffers, strict=True))
+        if number:  # the first call shows which layers are alike
+            assert found[0] is found[2]
+            assert found[1] is found[3]
+        assert kept.answers == []
+    buffers[2].fill_(True)
+    padding = torch.arange(LONGEST) > 3
+    found = [op(buffer, padding) for op, buffer in zip(ops, buffers, strict=True)]
+    assert all(torch.equal(mask, buffer & padding) for mask, buffer in zip(found, buffers, strict=True))
+    with torch.inference_mode():
+        assert ops[0](buffers[0], padding).is_inference()
+    assert not ops[0](buffers[0], padding).is_inference()
+
+
+def test_masks_of_a_call_that_failed_are_not_kept_for_another_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(masks, "_is_on_cpu", lambda tensor: False)
+    first, last = layers(masks.KeptMasks(), 2)
+    buffer, padding = causal(), torch.arange(LONGEST) > 3
+    for _ in range(2):
+        first(buffer, padding)
+        last(buffer, padding)
+    first(buffer, padding)  # the call ends here
+    padding[5] = False
+    assert torch.equal(last(buffer, padding), buffer & padding)
+
+
 @pytest.mark.parametrize("scale", [-0.3, 0.0])
 @pytest.mark.parametrize("fill", [NEGATIVE, -1e4])
 def test_a_scale_that_is_not_positive(scale: float, fill: float) -> None:

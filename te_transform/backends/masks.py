@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 from collections import defaultdict
 from collections.abc import Sequence
-from itertools import compress
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from itertools import compress, count
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -26,21 +28,52 @@ _FEW = 256  # the maximum number of cached answers; a generation needs one per l
 Answer = str | Band | None
 
 
-class _Looked(NamedTuple):
-    """The cached answer for a mask that was computed from a data tensor."""
+@dataclass(eq=False)
+class _Looked:
+    """The cached answer for a mask that was computed from a data tensor.
+
+    Attributes:
+        stamp: the version of the data.
+        held: a copy of the data, on the CPU.
+        maker: the id of the MaskOp that found it.
+        mask: the mask, until the graph's last MaskOp has run.
+    """
 
     stamp: TensorVersion
-    others: tuple  # the keys of the mask's other inputs
-    held: Tensor | None  # a copy of the data, on the CPU
+    held: Tensor | None
     answer: Answer
+    maker: int
+    mask: Tensor | None = None
 
-    def is_of(self, data: Tensor, others: tuple) -> bool:
+    def is_of(self, data: Tensor) -> bool:
         """Return True if the answer is valid for the current contents of this data."""
-        return self.others == others and self.stamp.is_of(data) and _holds(data, self.held)
+        return self.stamp.is_of(data) and _holds(data, self.held)
 
 
-# The cached answers by the operations that compute a mask, and by data tensor.
+class KeptMasks:
+    """The masks of a call that several ops of a graph return: the first one computes it for all."""
+
+    def __init__(self) -> None:
+        self.answers: list[_Looked] = []
+        self.makers: set[int] = set()  # the ids of ops whose masks others return too
+
+    def keep(self, known: _Looked, mask: Tensor) -> None:
+        """Keep a mask until forget(), unless it belongs to a transform of torch.func."""
+        if known.maker in self.makers and not torch._C._functorch.is_functorch_wrapped_tensor(mask):
+            known.mask = mask
+            self.answers.append(known)
+
+    def forget(self) -> None:
+        """Free the masks."""
+        while self.answers:
+            self.answers.pop().mask = None
+
+
+# The cached answers by the operations that compute a mask, by data tensor, and by the keys of other inputs.
 _LOOKED: dict[tuple[bool, str], WeakIdKeyDictionary] = defaultdict(WeakIdKeyDictionary)
+# The versions of tensors of models, with a number that tensors with equal contents share.
+_NUMBERS: WeakIdKeyDictionary = WeakIdKeyDictionary()
+_NEW_NUMBERS, _ONE_NUMBER = count(), threading.Lock()
 
 
 class MaskOp(GraphOp):
@@ -49,8 +82,9 @@ class MaskOp(GraphOp):
     The answer is cached as long as the inputs of the mask stay the same:
 
     - sizes are compared as numbers;
-    - tensors of the model are compared by their TensorVersion. On the CPU, the mask is computed and compared
-      with the last one, because writes through .data do not change the version;
+    - tensors of the model are compared by their contents, which are read once per TensorVersion. Layers with
+      equal buffers share an answer, and a call computes their mask once. On the CPU, the mask is computed and
+      compared with the last one, because writes through .data do not change the version;
     - data, which is new in each call, is evaluated once per tensor. Blocks and pieces that are captured
       separately, and get the same tensor, share the answer. If all numbers of a tensor are equal, this number
       is part of the cache key, as in the padding mask of a batch without padding. Otherwise the mask is
@@ -61,43 +95,70 @@ class MaskOp(GraphOp):
             is filled with a finite number, its fully masked rows.
         stored: for each argument, True if it is a tensor of the model.
         beside_sinks: True if the attention has sinks, see what_is().
+        kept: the masks that the ops of a graph share. The last op frees them.
     """
 
-    def __init__(self, make: fx.GraphModule, stored: Sequence[bool], beside_sinks: bool = False):
+    is_last = True  # of its graph
+
+    def __init__(
+        self,
+        make: fx.GraphModule,
+        stored: Sequence[bool],
+        beside_sinks: bool = False,
+        kept: KeptMasks | None = None,
+    ):
         super().__init__()
         self.make, self.stored, self.beside_sinks = make, tuple(stored), beside_sinks
+        self.kept = kept or KeptMasks()
         self._answers: dict[tuple, Answer] = {}
         # pieces of a forward that are captured separately often compute the same mask
-        alike = beside_sinks, _graph_text(make.graph)
-        self._looked = WeakIdKeyDictionary() if any(stored) else _LOOKED[alike]
+        self._looked = _LOOKED[beside_sinks, _graph_text(make.graph)]
         self._last: tuple[list[Tensor], Answer] | None = None  # the last mask from CPU tensors of the model
 
     def forward(self, *arguments: Any) -> Tensor | Banded | Seeing | str:
         """Return "causal" or "full", or the mask, classified as Banded or Seeing if possible."""
-        answer, made = self.look(arguments)
-        if answer in (CAUSAL, FULL):
-            return answer
-        return _classified(self.make.forward(*arguments)[0] if made is None else made, answer)
+        answer, mask, known = self._look(arguments)
+        if answer not in (CAUSAL, FULL):
+            if mask is None:
+                mask = self.make.forward(*arguments)[0]
+            if known is not None and known.maker == id(self):
+                self.kept.keep(known, mask)
+        if self.is_last:
+            self.kept.forget()
+        return answer if answer in (CAUSAL, FULL) else _classified(mask, answer)
 
-    def look(self, arguments: Sequence[Any]) -> tuple[Answer, Tensor | None]:
-        """Classify the mask. Return the answer, and the mask if it was computed for it."""
+    def look(self, arguments: Sequence[Any]) -> Answer:
+        """Classify the mask."""
+        return self._look(arguments)[0]
+
+    def _look(self, arguments: Sequence[Any]) -> tuple[Answer, Tensor | None, _Looked | None]:
+        """Return the answer, the mask if it is known, and the cached answer for the data."""
         if _have_no_values(arguments):
-            return None, None
+            return None, None, None
         if any(stored and _is_on_cpu(each) for each, stored in zip(arguments, self.stored, strict=True)):
-            return self._compared(arguments)
+            return *self._compared(arguments), None
         # None marks the position of data: another mask with the same operations may have data elsewhere
         keys = tuple(_argument_key(*each) for each in zip(arguments, self.stored, strict=True))
         data = [argument for argument, key in zip(arguments, keys, strict=True) if key is None]
         alone = len(data) == 1 and not data[0].is_inference()
-        known = self._looked.get(data[0]) if alone else None
-        if known is not None and known.is_of(data[0], keys):
-            return known.answer, None
+        of_data = self._looked.setdefault(data[0], {}) if alone else {}
+        known = of_data.get(keys)
+        if known is not None and known.is_of(data[0]):
+            if known.maker != id(self):
+                self.kept.makers.add(known.maker)
+            mask = known.mask
+            if mask is not None and mask.is_inference() != torch.is_inference_mode_enabled():
+                mask = None
+            return known.answer, mask, known
         # taken before the evaluation, because another thread may write to the data meanwhile
         stamp = TensorVersion.of(data[0]) if alone else None
         answer, made = self._find(data, keys, arguments)
-        if stamp is not None:
-            self._looked[data[0]] = _Looked(stamp, keys, _copy_on_cpu(data[0]), answer)
-        return answer, made
+        if stamp is None:
+            return answer, made, None
+        if len(of_data) >= _FEW:
+            of_data.clear()
+        known = of_data[keys] = _Looked(stamp, _copy_on_cpu(data[0]), answer, id(self))
+        return answer, made, known
 
     def _find(
         self, data: Sequence[Tensor], keys: tuple, arguments: Sequence[Any]
@@ -138,7 +199,7 @@ class LookedAt(GraphOp):
 
     def forward(self, *arguments: Any) -> str | fx.GraphModule:
         """Return "causal" or "full", or otherwise the operations that compute the classified mask."""
-        answer, _ = self.mask.look(arguments)
+        answer = self.mask.look(arguments)
         if answer in (CAUSAL, FULL):
             return answer
         if answer not in self.made:
@@ -157,7 +218,32 @@ def _argument_key(argument: Any, stored: bool) -> tuple | None:
     """Return the cache key of an argument, or None for data, whose values must be evaluated."""
     if not isinstance(argument, Tensor):
         return (argument,)
-    return (argument.shape, argument.dtype, argument.device, TensorVersion.of(argument)) if stored else None
+    return (argument.shape, argument.dtype, argument.device, _number_of(argument)) if stored else None
+
+
+def _number_of(tensor: Tensor) -> int:
+    """Return a number for the contents of a tensor, which tensors with equal contents share."""
+    with _ONE_NUMBER:
+        known = _NUMBERS.get(tensor)
+        if known is not None and known[0].is_of(tensor):
+            return known[1]
+        stamp = TensorVersion.of(tensor)
+        alike = (
+            number
+            for other, (version, number) in _NUMBERS.items()
+            if other is not tensor and version.is_of(other) and _are_equal(other, tensor)
+        )
+        number = next(alike, None)
+        _NUMBERS[tensor] = stamp, next(_NEW_NUMBERS) if number is None else number
+        return _NUMBERS[tensor][1]
+
+
+def _are_equal(one: Tensor, other: Tensor) -> bool:
+    """Return True if two tensors are alike in all that a mask could read of them."""
+    if not one.layout is other.layout is torch.strided or one.dtype is not other.dtype:
+        return False
+    same = one.shape == other.shape and one.stride() == other.stride() and one.device == other.device
+    return same and torch.equal(one, other)
 
 
 def _is_on_cpu(argument: Any) -> bool:
@@ -165,13 +251,19 @@ def _is_on_cpu(argument: Any) -> bool:
 
 
 def _graph_text(graph: fx.Graph) -> str:
-    """Return the operations of a graph as text that does not depend on the names of nodes."""
-    numbers = {node: number for number, node in enumerate(graph.nodes)}
-    lines = (
-        f"{'' if node.op == 'placeholder' else node.target} "
-        f"{fx.map_arg((node.args, node.kwargs), lambda read: f'%{numbers[read]}')}"
-        for node in graph.nodes
-    )
+    """Return the operations of a graph as text that depends neither on names nor on the order of nodes."""
+    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    numbers = {node: number for number, node in enumerate(placeholders)}
+    lines, pending = [], [node for node in graph.nodes if node.op == "output"]
+    while pending:
+        node = pending[-1]
+        unnumbered = [read for read in node.all_input_nodes if read not in numbers]
+        if unnumbered:
+            pending.append(unnumbered[0])
+            continue
+        read = fx.map_arg((node.args, node.kwargs), lambda read: f"%{numbers[read]}")
+        lines.append(f"{node.target} {read}")
+        numbers[pending.pop()] = len(numbers)
     return "\n".join(lines)
 
 

@@ -18,7 +18,7 @@ from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from te_transform.backends import plain
 from te_transform.backends.joined import Join, Split
-from te_transform.backends.masks import MaskOp
+from te_transform.backends.masks import KeptMasks, MaskOp
 from te_transform.canonicalize import written
 from te_transform.canonicalize.linears import TURNS
 from te_transform.graph import edit, ops
@@ -190,6 +190,7 @@ class _Masks:
 
     def __init__(self, captured: fx.Graph, written: set[str]):
         self.made: dict[tuple[fx.Node, bool], fx.Node] = {}
+        self.kept = KeptMasks()
         self.in_modes = any("autocast" in called(node) for node in captured.nodes)
         self.written = written
 
@@ -287,6 +288,9 @@ class _Lowering:
         """Return the graph as a compiled module."""
         edit.erase_cascade(self.graph, self.added, set())
         self.graph.lint()
+        found = [node for node in self.graph.nodes if node in self.masks.made.values()]
+        for node in found[:-1]:
+            self.module.get_submodule(node.target).is_last = False
         self.module.recompile()
         # fx prints a graph at its first call; a graph that cannot be printed must fail here
         _LazyGraphModule.force_recompile(self.module)
@@ -381,7 +385,7 @@ class _Lowering:
                 return mask
             name = f"mask_{len(self.masks.made)}"
             stored = [is_model_tensor(node) for node in inputs]
-            self.module.add_submodule(name, MaskOp(make, stored, beside_sinks))
+            self.module.add_submodule(name, MaskOp(make, stored, beside_sinks, self.masks.kept))
             self.masks.made[known] = edit.insert_call(self.graph, at, name, inputs, like=mask)
             self.added[mask] = None
         return self.masks.made[known]

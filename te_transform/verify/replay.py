@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map_with_path
 from te_transform.backends.fp8.fp8_only import exact
 from te_transform.graph.bits import dense_parts
 from te_transform.graph.inputs import Inputs
-from te_transform.graph.preserve import same_state, same_random
+from te_transform.graph.preserve import same_random, same_state
 from te_transform.verify.judged import Judged, Noise
 
 Context = Callable[[], contextlib.AbstractContextManager]
