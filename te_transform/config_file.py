@@ -21,7 +21,7 @@ _CHOICES = {
 _NUMBERS_ONLY = ("model_args", "detectron2_config_args")  # arguments for functions of timm and detectron2
 _ANY_TEXT = ("id2label", "label2id")  # names of classes
 # entries that transformers reads for many configs, though they are not fields of the class
-_LEGACY = {"torch_dtype", "rope_scaling", "layer_types", "per_layer_config", "model_type"}
+_LEGACY = {"torch_dtype", "rope_scaling", "rope_parameters", "layer_types", "per_layer_config", "model_type"}
 _PLACE = re.compile(r"[\w.~][/:\\]|[/:\\][\w.~]")  # part of a path, of a URL or of a repository's name
 
 
@@ -57,20 +57,25 @@ def read_config(file: Path, trust_remote_code: bool = False) -> ConfigFile:
     Raises:
         LoadError: the file is not a config, or an entry names code.
     """
-    told = _json(file)
-    if trust_remote_code:
-        return ConfigFile(file, told, quantized=_method(told.get("quantization_config")))
-    if "pretrained_cfg" in told:  # as timm writes it
-        told.setdefault("model_type", "timm_wrapper")
-    found = ConfigFile(file)
-    found.entries = dict(_config_entries(found, told, "", _config_class(told), set()))
+    try:
+        told = _json(file)
+        if trust_remote_code:
+            return ConfigFile(file, told, quantized=_method(told.get("quantization_config")))
+        if "pretrained_cfg" in told:  # as timm writes it
+            told.setdefault("model_type", "timm_wrapper")
+        found = ConfigFile(file)
+        found.entries = dict(_config_entries(found, told, "", _config_class(told), set()))
+    except RecursionError as error:
+        raise LoadError(
+            f"expected a config in {file}, got JSON that is nested too deeply; pass another config"
+        ) from error
     return found
 
 
 def _json(file: Path) -> dict[str, Any]:
     try:
         told = json.loads(file.read_text("utf-8"))
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise LoadError(
             f"expected a config in {file}, got no JSON ({error}); to pass code, use package.module:factory"
         ) from error
@@ -103,12 +108,19 @@ def _config_entries(
             continue  # records of the origin
         elif known is not None and name not in known:
             found.unread.append(at)
-        elif isinstance(value, dict) and name not in _ANY_TEXT:
-            part = _config_class(value) or _part_of(kind, name)
-            yield name, dict(_config_entries(found, value, at, part, None if part is None else set()))
         else:
-            _check_places(found.file, at, value if name not in _ANY_TEXT else ())
-            yield name, value
+            yield name, value if name in _ANY_TEXT else _read_value(found, value, at, _part_of(kind, name))
+
+
+def _read_value(found: ConfigFile, value: Any, path: str, part: Any) -> Any:
+    """Return a value with the entries that are read of each config in it; `part` is its class, if known."""
+    if isinstance(value, list):
+        return [_read_value(found, each, f"{path}.{index}", part) for index, each in enumerate(value)]
+    if isinstance(value, dict):
+        part = _config_class(value) or part
+        return dict(_config_entries(found, value, path, part, None if part is None else set()))
+    _check_place(found.file, path, value)
+    return value
 
 
 def _refuse_code(file: Path, code: Any, told: dict[str, Any]) -> None:
@@ -150,10 +162,9 @@ def _check_text(file: Path, at: str, name: str, value: Any, kind: Any) -> None:
             raise LoadError(f"{_refusal_text(file, at, needed, text)}")
 
 
-def _check_places(file: Path, at: str, value: Any) -> None:
-    for text in _texts(value):
-        if _PLACE.search(text):
-            raise LoadError(f"{_refusal_text(file, at, 'a name without path or repository', text)}")
+def _check_place(file: Path, at: str, value: Any) -> None:
+    if isinstance(value, str) and _PLACE.search(value):
+        raise LoadError(f"{_refusal_text(file, at, 'a name without path or repository', value)}")
 
 
 def _refusal_text(file: Path, at: str, needed: str, text: str) -> str:

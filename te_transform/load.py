@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from te_transform.config_file import LoadError
 from te_transform.execution.console import in_a_line, raised_at
 from te_transform.graph.inputs import Inputs
+from te_transform.plan.model import check_module
 from te_transform.pretrained import from_config
 
 
@@ -38,6 +39,7 @@ def load(
 
     Raises:
         LoadError: the model cannot be loaded; the message says what was expected.
+        ModelError: a module or tensor of the model is not initialized.
     """
     path = Path(name)
     if path.exists():
@@ -93,7 +95,7 @@ def _parse_tensor(told: str, like: Tensor) -> Tensor:
         else:
             drawn = torch.randint(int(high or 2), sizes, dtype=torch.int64, device="cpu")
         return drawn.to(like.device, kind)
-    except (RuntimeError, TypeError) as error:  # out of memory, or HIGH is out of range
+    except (RuntimeError, TypeError, ValueError) as error:  # out of memory, or HIGH is out of range
         raise LoadError(
             f"expected an input that can be created, got {told!r} ({in_a_line(error)}); pass a smaller one"
         ) from error
@@ -127,6 +129,7 @@ def _from_factory(name: str, on_meta: bool) -> nn.Module:
     if not isinstance(model, nn.Module):
         hint = "; pass inputs by --input" if isinstance(model, tuple) else ""
         raise LoadError(f"expected a torch.nn.Module from {name!r}, got a {type(model).__name__}{hint}")
+    check_module(model, "load")
     return model
 
 

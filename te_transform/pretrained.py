@@ -65,11 +65,16 @@ def from_config(
             "code; save safetensors"
         ) from error
     except Exception as error:
-        said = " ".join(str(error).partition("\n\n")[0].split())  # transformers adds more paragraphs
         raise LoadError(
             f"expected a config from which transformers {transformers.__version__} can build a model, got "
-            f"{file} ({type(error).__name__}: {said}); pass such a config, or package.module:factory"
+            f"{file} ({_first_paragraph(error)}); pass such a config, or package.module:factory"
         ) from error
+
+
+def _first_paragraph(error: Exception) -> str:
+    """Return the class of an error and the first paragraph of its message: transformers adds more."""
+    paragraph, *_ = str(error).partition("\n\n")
+    return f"{type(error).__name__}: {' '.join(paragraph.split())}"
 
 
 def config_of(path: Path) -> Path:
@@ -137,7 +142,15 @@ def _with_weights(folder: Path, path: Path, kind: Any, config: Any, **how: Any) 
 
     if not sys.stderr.isatty():
         transformers.utils.logging.disable_progress_bar()
-    model = kind.from_pretrained(folder, config=config, local_files_only=True, **how)
+    try:
+        model = kind.from_pretrained(folder, config=config, local_files_only=True, **how)
+    except UnpicklingError:
+        raise
+    except Exception as error:
+        raise LoadError(
+            f"expected a config and weights that transformers {transformers.__version__} can load, got "
+            f"{path} ({_first_paragraph(error)}); pass such a folder, or only its config"
+        ) from error
     model.name_or_path = model.config.name_or_path = str(path)
     return model
 

@@ -171,6 +171,16 @@ def test_errors_name_models_that_are_no_plain_modules(name: str, inplace: bool):
             assert sentence in str(raised.value)
 
 
+def test_modules_without_the_base_class_s_init_are_named() -> None:
+    class Scale(nn.Module):
+        def __init__(self) -> None:
+            self.factor = 2.0
+
+    for entry in (te_transform.inspect, te_transform.convert, te_transform.profile):
+        with pytest.raises(ModelError, match=r"got its part 1 \(Scale\), whose __init__ does not call super"):
+            entry(nn.Sequential(tiny(), Scale()), X)
+
+
 OTHERS: dict[str, Callable[[object], object]] = {
     "inspect": lambda model: te_transform.inspect(model, X),
     "trace": lambda model: te_transform.trace(model, X),

@@ -85,6 +85,16 @@ def of_width(width):
 class made:
     model = Block()
 
+class Exits(Block):
+    def forward(self, x):
+        raise SystemExit(0)
+
+def lazy():
+    return nn.LazyLinear(16)
+
+def on_meta():
+    return two().to("meta")
+
 class Port(nn.Module):
     def __init__(self):
         super().__init__()
@@ -319,6 +329,7 @@ def test_verify_two_factories(capsys: pytest.CaptureFixture[str]) -> None:
         ([], "pass names=, a mapping from names of the first"),
         (["--names", "norm"], "expected OLD=NEW for --names, got 'norm'"),
         (["--recipe", "fp8-delayed"], "expected no options of a conversion with --against"),
+        (["--against", "models_of_mine:on_meta"], "got parameters on the meta device in the second model"),
         (["--weights", "models_of_mine:nothing"], "expected package.module:factory that can be imported"),
     ],
 )
@@ -566,6 +577,8 @@ from te_transform.passes.linear import RULE
 
 MINE = replace(RULE, name="mine", example=None)
 OTHER = replace(RULE, name="other", example=lambda: (nn.ReLU(), torch.zeros(2)))
+exec("def refuse(): yield 'never'", code := {})
+NO_FILE = replace(RULE, name="no_file", refuse=code["refuse"], example=None)
 NO_MATCH = replace(RULE, name="no_match", example=lambda: (nn.LayerNorm(4), torch.zeros(2, 4)))
 """
 
@@ -581,6 +594,8 @@ def test_explain_a_rule_of_ones_own(capsys: pytest.CaptureFixture[str], folder: 
     assert told.startswith("mine: Replace each linear that no other rule fused")
     assert "- linear.x, linear.weight, linear.bias, if the model has them" in told
     assert "\nbefore\n" not in told, "there is no example"
+    assert main(["explain", "rules_of_mine:NO_FILE"]) == 0
+    assert capsys.readouterr().out.startswith("no_file: a rule without a docstring in its file")
 
 
 RULE_MISTAKES = {
@@ -779,6 +794,22 @@ MISTAKES: dict[str, tuple[Callable[[Path], list[str]], str]] = {
         "expected RULE=N for --expect",
     ),
     "no number": (lambda folder: ["llama", "--expect", "linear=all"], ", got 'linear=all'"),
+    "a forward that exits": (
+        lambda folder: ["models_of_mine:Exits", "--input", "2x4x16"],
+        "expected a model that runs, got sys.exit(0) from its code; remove the exit",
+    ),
+    "a number beyond int64": (
+        lambda folder: ["models_of_mine:two", "--input", f"2x4x16:int64:{2**63}"],
+        "expected an input that can be created, got '2x4x16:int64:9223372036854775808' (ValueError",
+    ),
+    "lazy": (
+        lambda folder: ["models_of_mine:lazy", "--input", "2x16"],
+        "expected tensors with shapes, got a LazyLinear with lazy ones",
+    ),
+    "a name of a page that is too long": (
+        lambda folder: ["models_of_mine:two", "--input", "2x4x16", "--html", "x" * 300],
+        "expected a writable file for --html, got x",
+    ),
 }
 
 

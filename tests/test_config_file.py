@@ -100,6 +100,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         LLAMA | {"experts_implementation": "sonicmoe"},
         "expected one of eager, batched_mm, grouped_mm for experts_implementation",
     ),
+    "a kernel in a list": (
+        LLAMA | {"rope_scaling": [[{"attn_implementation": "flash_attention_2"}]]},
+        KERNEL.format("rope_scaling.0.0.attn_implementation"),
+    ),
     "a kernel of a layer": (
         LLAMA | {"per_layer_config": {"0": {"attn_implementation": "a/b"}}},
         KERNEL.format("per_layer_config.0.attn_implementation"),
@@ -186,6 +190,11 @@ READ: dict[str, tuple[dict[str, Any], Callable[[Any], Any], Any]] = {
         lambda c: (c.rope_parameters["rope_type"], c.rope_parameters["rope_theta"]),
         ("linear", 500.0),
     ),
+    "positions of a kind without a field for them": (
+        SIZES | {"model_type": "cohere2_moe", "rope_parameters": {"rope_type": "default", "rope_theta": 9.0}},
+        lambda c: c.rope_parameters["rope_theta"],
+        9.0,
+    ),
     "a number of no field": (LLAMA | {"head_size": 16}, lambda c: c.head_size, 16),
     "names of classes": (LLAMA | {"id2label": {"0": "a/b", "1": "c:d"}}, lambda c: c.id2label[0], "a/b"),
     "what a class asks for by name": (
@@ -263,7 +272,15 @@ def test_entries_that_are_not_read_are_a_note(tmp_path: Path, capsys: pytest.Cap
     assert any("the weights are quantized (x/y)" in note for note in notes)
 
 
-def test_a_config_of_endless_depth_is_no_config(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"a":' * 100_000)
-    with pytest.raises(LoadError, match=r"config.json, got no JSON \(maximum recursion depth"):
+@pytest.mark.parametrize("text", ['{"a":' * 100_000, '{"a":' + "[" * 900 + "]" * 900 + "}"])
+def test_a_config_of_endless_depth_is_no_config(text: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(LoadError, match=r"config\.json, got JSON that is nested too deeply; pass another"):
         load(str(tmp_path), on_meta=True)
+
+
+def test_weights_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+    where = folder(tmp_path, LLAMA)
+    (tmp_path / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1")
+    with pytest.raises(LoadError, match=rf"expected a config and weights .* got {where} \(SafetensorError"):
+        load(where)

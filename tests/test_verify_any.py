@@ -297,6 +297,10 @@ WRONG_FUNCTIONS = {
         lambda state: {"out": state["o.weight"].t(), "out_bias": state["o.bias"]},
         "got qkv.weight, qkv.bias in the second only; pass names=",
     ),
+    "an error": (
+        lambda state: {"qkv.weight": state["qkv"]},
+        r"as weights=, got an error from it \(KeyError: 'qkv'\) at .*test_verify_any.py:",
+    ),
     "none": (
         None,
         "in the second only, and q.weight, .* in the first only; pass names=, a mapping .* or weights=, a ",

@@ -131,7 +131,9 @@ def _run_against(asked: argparse.Namespace) -> int:
             dtype=dtype,
             layers=asked.layers if Path(asked.against).exists() else None,
             trust_remote_code=asked.trust_remote_code,
-        ).to(device)
+        )
+        if not any(p.is_meta for p in other.parameters()):  # verify() reports those
+            other.to(device)
     if not asked.input and "labels" not in signature(other.forward).parameters:  # generated for a loss
         inputs.kwargs.pop("labels", None)
     with printing_aside():

@@ -48,6 +48,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         named = type(error).__name__ in ("InputError", "TraceError")
         print(f"te-transform: {error}{hint * named}", file=sys.stderr)
         return 2
+    except SystemExit as error:
+        print(
+            f"te-transform: expected a model that runs, got sys.exit({error.code!r}) from its code; remove "
+            "the exit",
+            file=sys.stderr,
+        )
+        return 2
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # for example with `| head`
@@ -232,11 +239,11 @@ def _add_output(parser: argparse.ArgumentParser, what: str = "report") -> None:
 def _page(text: str) -> Path:
     """Check that the HTML file can be written, before any long-running work."""
     path, what = Path(text), ""
-    if path.is_dir():
+    if os.path.isdir(path):  # Path.is_dir() raises for names that are too long
         what = "is a folder"
-    elif not path.parent.is_dir():
+    elif not os.path.isdir(path.parent):
         what = "is in a folder that does not exist"
-    elif not os.access(path if path.exists() else path.parent, os.W_OK):
+    elif not os.access(path if os.path.exists(path) else path.parent, os.W_OK):
         what = "cannot be written by this user"
     if what:
         raise argparse.ArgumentTypeError(f"expected a writable file, got {text!r}, which {what}")

@@ -22,11 +22,11 @@ def told_by(rule: Rule) -> list[str]:
 def refused(rule: Rule) -> list[str]:
     """Return the sentences yielded in the file of a rule, and in the modules of plan/ that it imports."""
     home = python.getmodule(rule.refuse)
-    imported = [each for each in vars(home).values() if python.ismodule(each) and each.__package__ == PLAN]
-    return yielded(home, *imported)
+    read = [each for each in getattr(home, "__dict__", {}).values() if python.ismodule(each)]
+    return yielded(home, *(module for module in read if module.__package__ == PLAN))
 
 
-def yielded(*modules: ModuleType) -> list[str]:
+def yielded(*modules: ModuleType | None) -> list[str]:
     """Return the texts that functions of the modules yield, with "..." for values known only at run time."""
     nodes = (node for module in modules for node in ast.walk(_tree(module)))
     found = (_text(node.value) for node in nodes if isinstance(node, ast.Yield))
@@ -50,8 +50,11 @@ def raised(source: str) -> Iterator[tuple[str, str]]:
             yield name, _text(error.args[0])
 
 
-def _tree(module: ModuleType) -> ast.Module:
-    return ast.parse(python.getsource(module))
+def _tree(module: ModuleType | None) -> ast.Module:
+    try:
+        return ast.parse(python.getsource(module))
+    except (OSError, TypeError):  # code without a file, for example from exec()
+        return ast.parse("")
 
 
 def _is_text(node: ast.stmt) -> bool:

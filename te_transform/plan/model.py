@@ -25,7 +25,7 @@ def check_model(model: Any, function: str) -> None:
     check_module(model, function)
     kind = type(model).__name__
     for path, module in model.named_modules():
-        where = f"its part {path} ({type(module).__name__})" if path else kind
+        where = _named_part(path, module)
         if isinstance(module, torch.jit.ScriptModule):
             raise ModelError(
                 f"expected a Python module, got a ScriptModule: {where}; convert before torch.jit.script"
@@ -47,10 +47,6 @@ def check_model(model: Any, function: str) -> None:
         raise ModelError(
             f"expected an original model, got a converted {kind}; call te_transform.revert() first"
         )
-    if any(nn.parameter.is_lazy(tensor) for tensor in (*model.parameters(), *model.buffers())):
-        raise ModelError(
-            f"expected tensors with shapes, got a {kind} with lazy ones; run it once on real inputs"
-        )
     if getattr(model.forward, "__func__", None) is nn.Module.forward:
         raise ModelError(
             f"expected a model with a forward, got a {kind} without; pass the model that calls it"
@@ -65,7 +61,7 @@ def check_model(model: Any, function: str) -> None:
 
 
 def check_module(model: Any, function: str) -> None:
-    """Raise unless the model given to `function` is a torch.nn.Module.
+    """Raise unless the model given to `function` is a torch.nn.Module with initialized parts and tensors.
 
     Raises:
         ModelError: the model is something else; the message says what to do.
@@ -75,6 +71,22 @@ def check_module(model: Any, function: str) -> None:
             f"expected a torch.nn.Module for {function}(), got a {type(model).__name__}; pass the model "
             "itself"
         )
+    for path, module in model.named_modules():
+        if not hasattr(module, "_modules"):
+            raise ModelError(
+                f"expected initialized modules, got {_named_part(path, module)}, whose __init__ does not "
+                "call super().__init__(); call it there"
+            )
+    if any(nn.parameter.is_lazy(tensor) for tensor in (*model.parameters(), *model.buffers())):
+        raise ModelError(
+            f"expected tensors with shapes, got a {type(model).__name__} with lazy ones; run it once on real "
+            "inputs"
+        )
+
+
+def _named_part(path: str, module: nn.Module) -> str:
+    kind = type(module).__name__
+    return f"its part {path} ({kind})" if path else kind
 
 
 def is_compiled(module: nn.Module) -> bool:

@@ -92,15 +92,10 @@ def _check_profile(model: nn.Module, plan: bool) -> None:
     if torch.autograd._profiler_enabled():
         raise OptionError("expected no profiler to run, got one; call profile() outside of torch.profiler")
     tensors = [*model.parameters(), *model.buffers()]
-    kind = type(model).__name__
-    if any(map(nn.parameter.is_lazy, tensors)):
-        raise ModelError(
-            f"expected tensors with shapes, got a {kind} with lazy ones; run it once on real inputs"
-        )
     if any(tensor.is_meta for tensor in tensors):
         raise ModelError(
-            f"expected a model with memory, got a {kind} with tensors on the meta device; move it by "
-            "to_empty(device=...) and load its weights first, or plan it by te_transform.inspect()"
+            f"expected a model with memory, got a {type(model).__name__} with tensors on the meta device; "
+            "move it by to_empty(device=...) and load its weights first, or plan it by te_transform.inspect()"
         )
 
 

@@ -13,6 +13,7 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
+from te_transform.execution.console import in_a_line, raised_at
 from te_transform.graph.keywords import did_you_mean
 from te_transform.verify.compare import Row
 from te_transform.verify.names import Names, check_names, names_in, plain_name, renaming, some
@@ -113,7 +114,7 @@ class Layout:
         state = self.first.state_dict(keep_vars=True)
         more = self.first.named_parameters(remove_duplicate=False)
         given = {plain_name(name): tensors.get(id(t), t) for name, t in (*more, *state.items())}
-        made = self._renamed(given) if self.weights is None else self._checked(self.weights(given))
+        made = self._renamed(given) if self.weights is None else self._checked(given)
         # of tied parameters, the second model has a gradient under the first name
         first = {id(p): plain_name(name) for name, p in self.second.named_parameters()}
         everywhere = self.second.named_parameters(remove_duplicate=False)
@@ -137,7 +138,15 @@ class Layout:
                 )
         return made
 
-    def _checked(self, made: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _checked(self, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the weights that the user's function makes, if the second model has weights like them."""
+        try:
+            made = dict(self.weights(given))
+        except Exception as error:  # the user's code may raise anything
+            raise ValueError(
+                "expected a function from state dict to state dict as weights=, got an error from it "
+                f"({in_a_line(error)}){raised_at(error)}"
+            ) from error
         state = {plain_name(name): value for name, value in self.second.state_dict().items()}
         for name, tensor in made.items():
             if name not in state:
@@ -150,7 +159,7 @@ class Layout:
                     f"expected the shape {list(state[name].shape)} for {name} from weights=, got "
                     f"{list(tensor.shape)}; return each weight as the second model holds it"
                 )
-        return dict(made)
+        return made
 
     def _check_derivative(self) -> None:
         leaves = {id(p): p.detach().requires_grad_(p.is_floating_point()) for p in self.first.parameters()}
