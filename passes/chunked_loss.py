@@ -50,6 +50,8 @@ RULE = Rule(
     ),
     hands_out=("head",),
     example=lambda: (Example(), (torch.zeros(4, 16), torch.zeros(4, dtype=torch.long))),
+    requires="a cross entropy of a linear's output, with gradients and with nothing but reshapes and casts "
+    "between them: slice the linear's input in place of the logits, or leave the option out",
 )
 """Saves the memory of the logits and of their gradient, [tokens, vocabulary] each.
 

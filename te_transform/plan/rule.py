@@ -43,6 +43,8 @@ class Rule:
         shares: Roles whose values other operations may also read. If any do, the op returns a tuple with
             these values too; `build` may take a parameter `shared` with their names.
         forms: Canonical forms that the pattern needs, if canonicalize/ does not have them.
+        requires: What a model needs for the rule. The report prints it if the user asks for the rule, by an
+            option of its name, and nothing matches.
     """
 
     name: str
@@ -55,6 +57,7 @@ class Rule:
     example: Callable[[], tuple[nn.Module, Any]] | None = None
     shares: tuple[str, ...] = ()
     forms: Forms | None = None
+    requires: str = ""
 
     def __reduce__(self) -> tuple:
         """Pickle the rule by its global name: patterns may hold functions that cannot be pickled."""

@@ -22,7 +22,7 @@ from te_transform.plan.options import Options
 from te_transform.plan.overview import overview_of
 from te_transform.plan.precision_plan import PrecisionPlan
 from te_transform.plan.quantized_modules import quantized_modules
-from te_transform.plan.rule import Outcome, Rule
+from te_transform.plan.rule import Outcome
 from te_transform.report.drawing import Part
 from te_transform.report.explain import explain_graphs
 from te_transform.report.places import listed
@@ -80,7 +80,7 @@ def compose(
             *(_outside_recipe(plans) if precision is not None else ()),
             *([cost.NOTE] if priced else ()),
             *memory.room(model, step),
-            *_unmatchable_rules(plans, options.passes),
+            *_unmatched_rules(plans, options),
             *_quantized_weights(model),
             *_no_gain(plans, outcomes, by_size or compiled),
             *notes,
@@ -105,10 +105,15 @@ def _report_parts(plans: Iterable[tuple[str, Plan]]) -> Iterator[Part]:
         yield Part(tuple(paths), plan.before, snapshot(plan.canonical))
 
 
-def _unmatchable_rules(plans: Sequence[tuple[str, Plan]], rules: Iterable[Rule]) -> Iterator[str]:
-    """Yield a note for each unmatched rule whose pattern has functions that canonical graphs lack."""
+def _unmatched_rules(plans: Sequence[tuple[str, Plan]], options: Options) -> Iterator[str]:
+    """Yield a note for each unmatched rule that an option of its name asks for, or that can match nothing.
+
+    The pattern of the latter has functions that canonical graphs lack.
+    """
     found = {outcome.rule for _, plan in plans for outcome in plan.outcomes}
-    for rule in (rule for rule in rules if plans and rule.name not in found):
+    for rule in (rule for rule in options.passes if plans and rule.name not in found):
+        if rule.requires and getattr(options, rule.name, False):
+            yield f"{rule.name}=True has no effect on these calls: the rule needs {rule.requires}"
         targets = (target for part in within(rule.pattern) for target in targets_of(part))
         twins = {target: twin for target in targets if (twin := spelled_as(target)) is not None}
         for target, twin in twins.items():

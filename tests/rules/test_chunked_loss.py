@@ -213,6 +213,36 @@ def test_the_rule_is_off_by_default_and_names_readers_of_the_logits() -> None:
     }
 
 
+def loss_of(logits: Tensor, targets: Tensor, **how: Any) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), **how)
+
+
+OTHERS: dict[str, Any] = {
+    "capped logits": lambda m, x: loss_of(15 * torch.tanh(logits_of(m, x) / 15), m.targets),
+    "later logits": lambda m, x: loss_of(logits_of(m, x)[:, :-1], m.targets[:, 1:]),
+    "label smoothing": lambda m, x: loss_of(logits_of(m, x), m.targets, label_smoothing=0.1),
+    "no loss": logits_of,
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_note_says_that_the_option_has_no_effect(name: str) -> None:
+    (note,) = (note for note in sites(of(OTHERS[name]), chunked_loss=True).notes if "=True" in note)
+    assert note.startswith(
+        "chunked_loss=True has no effect on these calls: the rule needs a cross entropy of"
+    )
+    assert note not in sites(of(OTHERS[name])).notes
+
+
+def test_a_slice_of_the_head_s_input_is_fused_as_the_note_says() -> None:
+    def later(model: nn.Module, x: Tensor) -> Tensor:
+        return loss_of(model.head(model.norm(x)[:, :-1]), model.targets[:, 1:])
+
+    report = sites(of(later), chunked_loss=True)
+    report.expect(chunked_loss=1)
+    assert not [note for note in report.notes if "has no effect" in note]
+
+
 @pytest.mark.parametrize("how", [{"compile": True}, {"compile": "auto"}])
 def test_not_next_to_a_compiler(how: dict[str, Any]) -> None:
     with pytest.raises(te_transform.OptionError, match="with chunked_loss=True, which runs uncompiled"):

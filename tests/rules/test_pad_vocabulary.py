@@ -111,6 +111,8 @@ QUIET: dict[str, Make] = {
 def test_leaves_others_alone(name: str) -> None:
     report = sites(QUIET[name], pad_vocabulary=True)
     assert not any(site.rule == "pad_vocabulary" for site in report.sites)
+    (note,) = (note for note in report.notes if note.startswith("pad_vocabulary=True has no effect"))
+    assert "an uncompiled linear with at least" in note
 
 
 def test_changes_nothing_where_it_does_not_pad() -> None:
