@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -107,17 +107,24 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return ops.linear(x, weight, bias)
 
 
-class Linear(FusedOp):
+class MatrixProduct(FusedOp):
+    """An op with matrix products of an input [..., in] and weights [out, in]."""
+
+    def forward(self, x: Tensor, *tensors: Tensor | None) -> Tensor | tuple[Tensor, Tensor]:
+        """Convert x [..., in] to [..., out]. Return the output of a norm too if `returns_norm`."""
+        return self.plain(product, x, *tensors)
+
+    def plain(self, product: Product, x: Tensor, *tensors: Tensor | None) -> Tensor | tuple[Tensor, Tensor]:
+        """Run the op in plain PyTorch, with matrix products computed by `product`."""
+        raise NotImplementedError
+
+
+class Linear(MatrixProduct):
     """The op y = x W^T + b; weight [out, in]."""
 
     PRODUCTS = (1,)
 
-    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Convert x [..., in] to [..., out]."""
-        return self.plain(product, x, weight, bias)
-
     def plain(self, product: Product, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Run the op in plain PyTorch, with matrix products computed by `product`."""
         return product(x, weight, bias)
 
 
@@ -136,7 +143,7 @@ class PaddedLinear(Linear):
         return product(x, F.pad(weight, (0, 0, 0, missing)), padded)[..., :outs].contiguous()
 
 
-class LayerNormLinear(FusedOp):
+class LayerNormLinear(MatrixProduct):
     """A linear layer after a LayerNorm or RMSNorm.
 
     Args:
@@ -155,17 +162,6 @@ class LayerNormLinear(FusedOp):
         self.eps, self.normalization, self.zero_centered_gamma = eps, normalization, zero_centered_gamma
         self.returns_norm = returns_norm
 
-    def forward(
-        self,
-        x: Tensor,
-        norm_weight: Tensor | None,
-        norm_bias: Tensor | None,
-        weight: Tensor,
-        bias: Tensor | None,
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """Convert x [..., in] to [..., out]. Return the output of the norm too if `returns_norm`."""
-        return self.plain(product, x, norm_weight, norm_bias, weight, bias)
-
     def plain(
         self,
         product: Product,
@@ -175,7 +171,6 @@ class LayerNormLinear(FusedOp):
         weight: Tensor,
         bias: Tensor | None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Run the op in plain PyTorch, with matrix products computed by `product`."""
         normed = self.norm(x, norm_weight, norm_bias)
         return self._with_norm(product(normed, weight, bias), normed)
 
@@ -196,41 +191,17 @@ class LayerNormMLP(LayerNormLinear):
     """The MLP fc2(activation(fc1(norm(x)))).
 
     fc1_weight is [ffn, hidden], or [2 ffn, hidden] if the activation is gated. A gated activation activates
-    one half of fc1's columns, and multiplies it by the other half.
+    one half of fc1's columns, and multiplies it by the other half. `norm` are the arguments of
+    LayerNormLinear.
     """
 
     PRODUCTS = (3, 5)
 
     def __init__(
-        self,
-        *,
-        eps: float,
-        normalization: str,
-        activation: str,
-        zero_centered_gamma: bool,
-        gated: Literal["no", "first half", "second half"] = "no",
-        returns_norm: bool = False,
+        self, *, activation: str, gated: Literal["no", "first half", "second half"] = "no", **norm: Any
     ):
-        super().__init__(
-            eps=eps,
-            normalization=normalization,
-            zero_centered_gamma=zero_centered_gamma,
-            returns_norm=returns_norm,
-        )
+        super().__init__(**norm)
         self.activation, self.gated = activation, gated
-
-    def forward(
-        self,
-        x: Tensor,
-        norm_weight: Tensor | None,
-        norm_bias: Tensor | None,
-        fc1_weight: Tensor,
-        fc1_bias: Tensor | None,
-        fc2_weight: Tensor,
-        fc2_bias: Tensor | None,
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """Convert x [..., hidden] to [..., hidden]. Return the output of the norm too if `returns_norm`."""
-        return self.plain(product, x, norm_weight, norm_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias)
 
     def plain(
         self,
@@ -243,7 +214,6 @@ class LayerNormMLP(LayerNormLinear):
         fc2_weight: Tensor,
         fc2_bias: Tensor | None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Run the op in plain PyTorch, with matrix products computed by `product`."""
         normed = self.norm(x, norm_weight, norm_bias)
         hidden = product(normed, fc1_weight, fc1_bias)
         hidden = activated(self.activation, hidden, gate=int(self.gated == GATES[2]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,8 +20,7 @@ from te_transform.backends.fp8.products import ProductState, Scaling, with_full_
 from te_transform.backends.fp8.registry import state_of
 from te_transform.backends.joined import watched
 from te_transform.backends.limits import ignore_size_limits, too_small, without_kernel
-from te_transform.backends.op import FusedOp
-from te_transform.backends.plain import EXACT_GELU
+from te_transform.backends.plain.products import EXACT_GELU, MatrixProduct
 from te_transform.backends.te.activations import (
     Mlp,
     activation_and_limits,
@@ -39,7 +39,7 @@ from te_transform.backends.te.recipes import (
 from te_transform.backends.tracing import in_backward, recorded, saving_hooks, traced, transformed
 
 
-class _TEProduct(FusedOp):
+class _TEProduct(MatrixProduct):
     """An op with matrix products. Calls that TE refuses run in plain PyTorch."""
 
     def forward(self, x: Tensor, *tensors: Tensor | None, state: ProductState | None = None) -> Out:
@@ -47,7 +47,7 @@ class _TEProduct(FusedOp):
         if state is not None and not transformed():
             return self._recorded(scaling_of(FP8GlobalStateManager.get_fp8_recipe()), state, x, tensors)
         if traced():
-            return self._plainly(plain.product, x, tensors)
+            return self.plain(plain.product, x, *tensors)
         weights = self._weights(tensors)
         kernel, gradients = self._kernel(weights, tensors[-1] is not None), gradient_sums_of(weights)
         enabled = FP8GlobalStateManager.is_fp8_enabled()
@@ -57,7 +57,7 @@ class _TEProduct(FusedOp):
             return self._again(kernel, call, x, tensors, gradients)
         in_fp8 = enabled and in_recipe(weights[0], self.in_fp8)
         if not (in_fp8 or gradients or self._may_gain()):
-            return self._plainly(plain.product, x, tensors)
+            return self.plain(plain.product, x, *tensors)
         why = self._why_plain(x, weights, in_fp8, gradients is not None)
         inside = in_fp8 and why is None
         kernel.calibrating = inside and not self._has_scales(
@@ -68,7 +68,7 @@ class _TEProduct(FusedOp):
             kernel.note_call()
         if why or kernel.calibrating:
             self.plain_calls[why or _CALIBRATING] += 1
-            return self._plainly(kernel.seen.product() if kernel.calibrating else plain.product, x, tensors)
+            return self.plain(kernel.seen.product() if kernel.calibrating else plain.product, x, *tensors)
         if not in_fp8:
             return self._in_its_dtype(kernel, x, tensors, gradients)
         return self._in_fp8(kernel, x, tensors, gradients)
@@ -85,9 +85,6 @@ class _TEProduct(FusedOp):
 
     def _weights(self, tensors: Sequence[Tensor | None]) -> list[Tensor]:
         return [tensors[place - 1] for place in self.PRODUCTS]
-
-    def _plainly(self, product: plain.Product, x: Tensor, tensors: Sequence[Tensor | None]) -> Out:
-        return self.plain(product, x, *tensors)
 
     def _why_plain(self, x: Tensor, weights: Sequence[Tensor], in_fp8: bool, adds: bool) -> str | None:
         """Return why a call with this input runs in plain PyTorch, or None."""
@@ -117,7 +114,7 @@ class _TEProduct(FusedOp):
         recipe = kernel.module.fp8_meta["recipe"] if call.in_fp8 else None
         weights, trained = self._weights(tensors), _needs_gradient(x, *tensors)
         if recipe is None or not self._has_scales(kernel, recipe, weights, trained):
-            return self._plainly(kernel.seen.product(), x, tensors)
+            return self.plain(kernel.seen.product(), x, *tensors)
         with kernel.te.as_before(call, recipe):
             return self._in_fp8(kernel, x, tensors, gradients)
 
@@ -177,10 +174,8 @@ class _TEProduct(FusedOp):
             with autocast(None, enabled=False):
                 return kernel.te.run(x, given, gradients is not None)
 
-        def plainly(*arguments: Any) -> Out:
-            return self.plain(plain.product, *arguments)
-
         plain_tensors = (None if tensor is None else exact(tensor) for tensor in tensors)
+        plainly = partial(self.plain, plain.product)
         return self._watched(differentiable_twice(run, plainly, (x, *plain_tensors)), tensors)
 
     def _in_fp8(
