@@ -47,18 +47,27 @@ def math_attention(found: Analysis) -> Iterator[Suspect]:
             shapes, has_mask = call.shapes[:3], len(call.shapes) > 3 and bool(call.dtypes[3])
             evidence = f"the math backend of {_SDPA} ran on {list(shapes[0])}{' with a mask' * has_mask}"
             dtype = dtype_of_event(call.dtypes[0])
-            trial = None
-            if dtype is not None:
-                before, after = (
-                    partial(_sdpa_by, backends=each) for each in ([SDPBackend.MATH], _SDPA_BACKENDS)
-                )
-                trial = Replacement(shapes, dtype, before, after, found.recording.is_training, _MATH)
+            before = partial(_called, backends=[SDPBackend.MATH])
+            trial = dtype and Replacement(shapes, dtype, before, _called, found.recording.is_training, _MATH)
             yield Suspect("math attention", op.label, evidence, _ASK_FUSED, found.by_outer[op.outer], trial)
 
 
-def _sdpa_by(query: Tensor, key: Tensor, value: Tensor, backends: list[SDPBackend]) -> Tensor:
-    with sdpa_kernel(backends):
-        return F.scaled_dot_product_attention(query, key, value, enable_gqa=query.size(-3) != key.size(-3))
+def _called(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    backends: Sequence[SDPBackend] = _SDPA_BACKENDS,
+    masked: bool = False,
+    is_causal: bool = False,
+    dropout: float = 0.0,
+) -> Tensor:
+    """Call scaled_dot_product_attention, by one of these backends and, if `masked`, with a mask of zeros."""
+    mask = _zero_mask(query, key) if masked else None
+    is_grouped = query.size(-3) != key.size(-3)
+    with sdpa_kernel([*backends]):
+        return F.scaled_dot_product_attention(
+            query, key, value, mask, dropout, is_causal, enable_gqa=is_grouped
+        )
 
 
 def written_out_attention(found: Analysis) -> Iterator[Suspect]:
@@ -101,7 +110,7 @@ def _written_out_suspect(found: Analysis, ops: Sequence[Op]) -> Suspect:
         shapes,
         dtype,
         partial(_as_written, **options),
-        partial(_as_called, **options),
+        partial(_called, **options),
         found.recording.is_training,
         f"attention {options}",
     )
@@ -117,12 +126,6 @@ def _as_written(query: Tensor, key: Tensor, value: Tensor, masked: bool, dropout
     if masked:
         scores = scores + _zero_mask(query, key)
     return F.dropout(F.softmax(scores, -1), dropout) @ value
-
-
-def _as_called(query: Tensor, key: Tensor, value: Tensor, masked: bool, dropout: float) -> Tensor:
-    mask = _zero_mask(query, key) if masked else None
-    with sdpa_kernel(_SDPA_BACKENDS):
-        return F.scaled_dot_product_attention(query, key, value, mask, dropout)
 
 
 def _zero_mask(query: Tensor, key: Tensor) -> Tensor:
@@ -148,19 +151,9 @@ def needless_mask(found: Analysis) -> Iterator[Suspect]:
             if is_causal
             else "pass attn_mask=None for such batches"
         )
-        trial = None
-        if dtype is not None:
-            before = partial(_with_mask, masked=True, is_causal=False)
-            after = partial(_with_mask, masked=False, is_causal=is_causal)
-            trial = Replacement(
-                shapes, dtype, before, after, found.recording.is_training, f"mask {is_causal}"
-            )
+        before, after = partial(_called, masked=True), partial(_called, is_causal=is_causal)
+        name, is_training = f"mask {is_causal}", found.recording.is_training
+        trial = dtype and Replacement(shapes, dtype, before, after, is_training, name)
         evidence = f"the mask of {_SDPA} at {line.place} hides {tells}"
         taken = sum(found.by_outer[op] for op in called)
         yield Suspect("needless mask", line.label, evidence, advice, taken, trial)
-
-
-def _with_mask(query: Tensor, key: Tensor, value: Tensor, masked: bool, is_causal: bool) -> Tensor:
-    mask = _zero_mask(query, key) if masked else None
-    is_grouped = query.size(-3) != key.size(-3)
-    return F.scaled_dot_product_attention(query, key, value, mask, is_causal=is_causal, enable_gqa=is_grouped)
