@@ -125,16 +125,13 @@ def _before_layout(node: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
     """Return the value that cosines or sines were before layout changes, and the calls that changed them."""
     between = []
     while node.target in _LAID_OUT_BY:
-        found = [read for read in node.all_input_nodes if is_tensor_node(read) and not _is_index(read)]
+        tensors = filter(is_tensor_node, node.all_input_nodes)
+        found = [read for read in tensors if value(read).is_floating_point()]  # no index
         if not found:
             break
         between.append(node)
         node = found[0]
     return node, between
-
-
-def _is_index(node: fx.Node) -> bool:
-    return not value(node).is_floating_point()
 
 
 def _length_first(rope: Operation, angles: fx.Node) -> bool | None:

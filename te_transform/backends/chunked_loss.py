@@ -57,19 +57,12 @@ class ChunkedLoss(FusedOp):
         if transformed() or is_fp8_only(weight):
             logits = ops.linear(x, weight, bias)
             return ops.cross_entropy(logits, targets, ignore_index, reduction, dtype), logits
-        losses = differentiable_twice(_chunked_losses, _plainly, (x, weight, bias, targets, ignore_index))
-        logits = ops.linear(x, weight, bias) if whole_logits else _withheld(x, weight)
+        losses = differentiable_twice(_Losses.apply, _plainly, (x, weight, bias, targets, ignore_index))
+        if whole_logits:
+            logits = ops.linear(x, weight, bias)
+        else:
+            logits = x.new_full((), torch.nan).expand(*x.shape[:-1], len(weight))
         return reduced(losses, targets != ignore_index, reduction, dtype), logits
-
-
-def _withheld(x: Tensor, weight: Tensor) -> Tensor:
-    return x.new_full((), torch.nan).expand(*x.shape[:-1], len(weight))
-
-
-def _chunked_losses(
-    x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, ignore_index: int
-) -> Tensor:
-    return _Losses.apply(x, weight, bias, targets, ignore_index)
 
 
 def _plainly(x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, ignore_index: int) -> Tensor:

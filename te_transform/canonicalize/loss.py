@@ -49,17 +49,11 @@ def _above(x: fx.Node, root: fx.Node) -> Iterator[fx.Node]:
         before = x.args[0] if x.target in (torch.reshape, ops.cast) else None
         if before is None or x.meta["region"] != root.meta["region"]:
             return
-        if x.target is ops.cast and not (
-            dtype_of(x).is_floating_point and dtype_of(x) is _loss_dtype(before)
-        ):
+        if x.target is ops.cast and dtype_of(x) is not torch.promote_types(dtype_of(before), torch.float32):
             return
         if dtype_of(x).is_floating_point and not same_shape(shape_of(before)[-1:], shape_of(x)[-1:]):
             return
         x = before
-
-
-def _loss_dtype(logits: fx.Node) -> torch.dtype:
-    return torch.promote_types(dtype_of(logits), torch.float32)
 
 
 LOSSES = (

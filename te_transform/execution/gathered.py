@@ -127,17 +127,15 @@ def with_copied_vectors(arguments: Sequence[Any]) -> Sequence[Any]:
     if (ran := _ran.get()) is None:
         return arguments
     ran.compiled += 1
-    return [each.clone() if _is_vector_parameter(each) else each for each in arguments]
+    return [
+        each.clone() if isinstance(each, nn.Parameter) and each.dim() <= 1 else each for each in arguments
+    ]
 
 
 def gather_again(block: nn.Module) -> None:
     """Gather the parameters of a block for each backward."""
     if _pending.pop(block, None) is not None:
         block.set_unshard_in_backward(True)
-
-
-def _is_vector_parameter(argument: Any) -> bool:
-    return isinstance(argument, nn.Parameter) and argument.dim() <= 1
 
 
 def _may_skip(call: ModuleCall) -> bool:

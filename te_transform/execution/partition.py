@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from itertools import accumulate, groupby, pairwise
 from math import inf
 from typing import Any
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_map_only
 
 from te_transform.backends.joined import joined_anew
 from te_transform.execution.pieces import Piece, Runs, begin, cut_pieces, layer_runs, runner
@@ -188,7 +190,7 @@ def _compile(pieces: Sequence[Piece], values: dict[fx.Node, Any], compile: Compi
     """Compile each piece on fake tensors, or reuse the code of an equal piece."""
     made: dict[tuple, Callable[..., Any]] = {}
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    values = {node: _faked(fake, held) for node, held in values.items()}
+    values = tree_map_only(Tensor, partial(fake.from_tensor, static_shapes=True), dict(values))
     for piece in pieces:
         begin(piece, values)
         given = [values[node] for node in piece.inputs]
@@ -206,10 +208,6 @@ def _compile(pieces: Sequence[Piece], values: dict[fx.Node, Any], compile: Compi
 def _unchanged(held: Any) -> Any:
     """Return the value."""
     return held
-
-
-def _faked(fake: FakeTensorMode, held: Any) -> Any:
-    return fake.from_tensor(held, static_shapes=True) if isinstance(held, Tensor) else held
 
 
 def as_leaf(held: Any) -> Any:

@@ -29,15 +29,12 @@ def call_on_views(
     Returns:
         The outputs, and the views.
     """
-    views = {id(arguments[place]): _aliased(arguments[place]) for place in trained}
+    given = (arguments[place] for place in trained)
+    views = {id(argument): known_as(argument.view_as(argument), argument) for argument in given}
     found = run(*(views.get(id(argument), argument) for argument in arguments))
     # an argument that is returned unchanged is the argument, not its view
     own = {id(view): arguments[place] for place, view in zip(trained, views.values(), strict=True)}
     return [own.get(id(output), output) for output in found], [*views.values()]
-
-
-def _aliased(argument: Tensor) -> Tensor:
-    return known_as(argument.view_as(argument), argument)
 
 
 def gradients_of(

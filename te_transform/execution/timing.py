@@ -126,11 +126,8 @@ def of_all_ranks(key: str, timings: Sequence[Timing]) -> Sequence[Timing]:
     mode that fails on one rank has no time.
     """
     alike = [each for other, each in gathered((key, timings)) if other == key]
-    return [max(of_mode, key=_slowest_last) for of_mode in zip(*alike, strict=True)] if all(alike) else []
-
-
-def _slowest_last(timing: Timing) -> float:
-    return math.inf if timing.seconds is None else timing.seconds
+    by_mode = zip(*alike, strict=True) if all(alike) else ()
+    return [max(each, key=lambda t: math.inf if t.seconds is None else t.seconds) for each in by_mode]
 
 
 def key_of(model: nn.Module, sample: Inputs, *more: Any) -> str:

@@ -158,7 +158,8 @@ def _instead_of(sample: Any) -> str:
 def _without_cache(model: nn.Module, inputs: Inputs) -> Inputs:
     """Switch off the key/value cache that the config requests: training does not use a cache."""
     wants_cache = getattr(getattr(model, "config", None), "use_cache", None)
-    if not wants_cache or "use_cache" in inputs.kwargs or not _takes(model, "use_cache"):
+    takes_cache = "use_cache" in inspect.signature(model.forward).parameters
+    if not wants_cache or "use_cache" in inputs.kwargs or not takes_cache:
         return inputs
     return replace(inputs, kwargs={**inputs.kwargs, "use_cache": False})
 
@@ -385,10 +386,6 @@ _FLOATS: dict[str, Callable[[Any], list[tuple[int, ...]]]] = {
     "input_values": _sound_shapes,
     "input_features": _sound_shapes,
 }
-
-
-def _takes(model: nn.Module, name: str) -> bool:
-    return name in inspect.signature(model.forward).parameters
 
 
 def _describe(value: Any) -> str:

@@ -10,7 +10,7 @@ from te_transform.execution.timing import duration
 from te_transform.page.blocks import Block
 from te_transform.page.colors import color_of
 from te_transform.page.sketch import DrawnOperation
-from te_transform.plan.memory import Memory, size_text
+from te_transform.plan.memory import size_text
 from te_transform.plan.overview import Overview
 
 Bar = tuple[str, Mapping[str, float]]  # its name, and its parts by class
@@ -25,14 +25,12 @@ def bars_of_report(overview: Overview | None, blocks: Iterable[Block]) -> Iterat
         basis = f"predicted for an H100, {overview.mode}"
         yield chart("Time of a call", basis, [("before", before), ("after", after)], duration)
     if overview is not None and overview.memory is not None:
-        names = ("before", "after")
-        rows = [(name, _memory_parts(step)) for name, step in zip(names, overview.memory, strict=True)]
+        rows = [
+            (name, {"weights": step.weights, "AdamW's state": step.optimizer, **step.classes})
+            for name, step in zip(("before", "after"), overview.memory, strict=True)
+        ]
         yield chart("Memory of a training step", "predicted, at its peak", rows, size_text)
     yield chart("Operations", "without views and bookkeeping", _operation_bars(blocks), "{:,.0f}".format)
-
-
-def _memory_parts(step: Memory) -> dict[str, float]:
-    return {"weights": step.weights, "AdamW's state": step.optimizer, **step.classes}
 
 
 def _operation_bars(blocks: Iterable[Block]) -> list[Bar]:

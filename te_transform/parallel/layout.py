@@ -54,7 +54,6 @@ class _Region:
     columns: dict[fx.Node, Shards]
     rows: dict[fx.Node, Shards] = field(default_factory=dict)
     held: dict[fx.Node, Shards] = field(default_factory=dict)
-    leaves: bool = False  # True if a node of the region is an output of the model, or goes into the loss
 
     @property
     def what(self) -> str:
@@ -110,7 +109,7 @@ class _LayingOut:
             self.layout.places.append(Place("linear", path, (refused.reason,), refused.indivisible))
             return
         seeds = {node for argument in attention.args[:3] for node in self._makers(argument)} | seeds
-        self.tried |= seeds | self._readers(attention)
+        self.tried |= seeds | {node for node in _dependents(attention) if node.target is ops.linear}
         path = edit.innermost(path_of(node) for node in seeds)
         heads = "" if self._skipped(linear) else self._indivisible_heads(attention)
         self.layout.places.append(Place("attention", path, (heads or refused.reason,), bool(heads)))
@@ -146,8 +145,8 @@ class _LayingOut:
 
     def _take(self, node: fx.Node, region: _Region) -> None:
         if node.op == "output":
-            region.leaves = True
-        elif node.target is ops.linear and node.args[0] in region.held:
+            return
+        if node.target is ops.linear and node.args[0] in region.held:
             self._check_own(node)
             if region.held[node.args[0]].dim != -1:
                 raise Refusal("a linear does not read them as columns, but only columns can be divided")
@@ -161,9 +160,7 @@ class _LayingOut:
                 raise Refusal(
                     f"a {node.target.__name__} reads a whole value too, but needs shards", whole=needed
                 )
-            if found.shards is None:
-                region.leaves = True
-            else:
+            if found.shards is not None:
                 region.held[node] = found.shards
 
     def _check_ends(self, region: _Region) -> None:
@@ -215,10 +212,6 @@ class _LayingOut:
     def _attention(self, linear: fx.Node) -> fx.Node | None:
         """Return the attention that reads a linear's result without another linear in between."""
         return next((node for node in _dependents(linear) if node.target is ops.sdpa), None)
-
-    def _readers(self, attention: fx.Node) -> set[fx.Node]:
-        """Return the linears that read an attention's output."""
-        return {node for node in _dependents(attention) if node.target is ops.linear}
 
     def _indivisible_heads(self, attention: fx.Node) -> str:
         query, key = attention.args[:2]

@@ -47,12 +47,12 @@ def math_attention(found: Analysis) -> Iterator[Suspect]:
             shapes, has_mask = call.shapes[:3], len(call.shapes) > 3 and bool(call.dtypes[3])
             evidence = f"the math backend of {_SDPA} ran on {list(shapes[0])}{' with a mask' * has_mask}"
             dtype = dtype_of_event(call.dtypes[0])
-            before = partial(_called, backends=[SDPBackend.MATH])
-            trial = dtype and Replacement(shapes, dtype, before, _called, found.recording.is_training, _MATH)
+            before = partial(_by_sdpa, backends=[SDPBackend.MATH])
+            trial = dtype and Replacement(shapes, dtype, before, _by_sdpa, found.recording.is_training, _MATH)
             yield Suspect("math attention", op.label, evidence, _ASK_FUSED, found.by_outer[op.outer], trial)
 
 
-def _called(
+def _by_sdpa(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -110,7 +110,7 @@ def _written_out_suspect(found: Analysis, ops: Sequence[Op]) -> Suspect:
         shapes,
         dtype,
         partial(_as_written, **options),
-        partial(_called, **options),
+        partial(_by_sdpa, **options),
         found.recording.is_training,
         f"attention {options}",
     )
@@ -151,7 +151,7 @@ def needless_mask(found: Analysis) -> Iterator[Suspect]:
             if is_causal
             else "pass attn_mask=None for such batches"
         )
-        before, after = partial(_called, masked=True), partial(_called, is_causal=is_causal)
+        before, after = partial(_by_sdpa, masked=True), partial(_by_sdpa, is_causal=is_causal)
         name, is_training = f"mask {is_causal}", found.recording.is_training
         trial = dtype and Replacement(shapes, dtype, before, after, is_training, name)
         evidence = f"the mask of {_SDPA} at {line.place} hides {tells}"

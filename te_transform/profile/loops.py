@@ -34,7 +34,8 @@ def recurrence(found: Analysis) -> Iterator[Suspect]:
     told: dict[int, tuple[str, str]] = {}
     sizes = Counter((line.label, line.function) for line in watch.most)
     for line, number in sorted(loops(watch.most, 1), key=lambda each: sizes[each[0].label, each[0].function]):
-        if (package := _package(line.function)) is not None:
+        packages = (package for pattern, package in _KERNELS if re.search(pattern, line.function, re.I))
+        if (package := next(packages, None)) is not None:
             ran = f"{line.function}() in {line.place.rpartition(':')[0]} ran in plain PyTorch"
             if number >= _LEAST_REPETITIONS:
                 ran = f"{ran}, {line.place} {number} times a call"
@@ -45,10 +46,6 @@ def recurrence(found: Analysis) -> Iterator[Suspect]:
         taken = found.cost(lambda number, _, label=label: number == label)
         if label and label not in _labels_of_experts(watch) and taken:
             yield Suspect("recurrence in PyTorch", label, evidence, advice, taken)
-
-
-def _package(function: str) -> str | None:
-    return next((package for pattern, package in _KERNELS if re.search(pattern, function, re.I)), None)
 
 
 def _labels_of_experts(watch: Watch) -> dict[int, Line]:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from te_transform.backends.ranks import gathered
-from te_transform.execution.attach import runner_of, runners
+from te_transform.execution.attach import runner_of
 from te_transform.graph.inputs import Inputs, as_inputs
 from te_transform.graph.keywords import suggests
 from te_transform.graph.preserve import one_at_a_time, same_random
@@ -123,7 +123,8 @@ def _ranks(seconds: float, exposed: float) -> tuple[RankTime, ...]:
 def _add_plan(profiled: Profile, model: nn.Module, samples: list[Inputs], found: Analysis) -> Profile:
     """Add the plan of convert(), or the report of a converted model."""
     try:
-        told = inspect(model, samples) if not runners(model) else _report_of(model)
+        converted = next((module for module in model.modules() if runner_of(module) is not None), None)
+        told = inspect(model, samples) if converted is None else report_of(converted)
     except Exception as error:  # convert() refuses models that can be profiled, such as wrapped ones
         why = " ".join(str(error).split())
         return replace(profiled, notes=(*profiled.notes, f"convert() is not planned: {why}"))
@@ -131,10 +132,6 @@ def _add_plan(profiled: Profile, model: nn.Module, samples: list[Inputs], found:
     return replace(
         profiled, sites=tuple(_sites(told, found)), report=told, notes=(*profiled.notes, *fallbacks)
     )
-
-
-def _report_of(model: nn.Module) -> Report:
-    return report_of(next(module for module in model.modules() if runner_of(module) is not None))
 
 
 def _sites(told: Report, found: Analysis) -> Iterator[SiteTime]:

@@ -80,9 +80,10 @@ def length_schedule(
         _check_stages(schedule, max_length, total, bucket)
         return LengthSchedule(min(schedule.values()), max_length, total, dict(schedule), bucket)
     if schedule not in SCHEDULES:
+        suggested = did_you_mean(schedule, SCHEDULES) if isinstance(schedule, str) else ""
         raise CurriculumError(
             "expected schedule='linear', 'root', or a mapping of step or token to length such as "
-            f"{{0: 64, 1000: 256}} for a discrete one, got {schedule!r}{_suggested(schedule)}"
+            f"{{0: 64, 1000: 256}} for a discrete one, got {schedule!r}{suggested}"
         )
     min_length = bucket if min_length is None else min_length
     check_count("min_length", min_length)
@@ -140,7 +141,3 @@ def _check_stages(stages: Mapping[Any, Any], max_length: int, total: int, bucket
             )
         if length != max_length:
             _check_length(f"the length from {start} on", length, bucket)
-
-
-def _suggested(schedule: Any) -> str:
-    return did_you_mean(schedule, SCHEDULES) if isinstance(schedule, str) else ""

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from te_transform.training.length_schedule import CurriculumError
 
@@ -34,11 +33,7 @@ def variance_norms(optimizer: torch.optim.Optimizer) -> VarianceNorms:
             f"expected second moments (exp_avg_sq), got a {type(optimizer).__name__} without; pass an "
             "optimizer of Adam's family after its first step"
         )
-    roots = [_full_tensor(state).float().sqrt() for state in states]
+    whole = (state.full_tensor() if hasattr(state, "full_tensor") else state for state in states)
+    roots = [state.float().sqrt() for state in whole]
     sums, largest = [root.sum(dtype=torch.float64) for root in roots], [root.max() for root in roots]
     return VarianceNorms(sum(map(float, sums)), max(map(float, largest)))
-
-
-def _full_tensor(value: Any) -> Tensor:
-    """Return the whole tensor of a state that may be sharded."""
-    return value.full_tensor() if hasattr(value, "full_tensor") else value

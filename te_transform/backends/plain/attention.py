@@ -237,14 +237,11 @@ def _ungrouped(
 def _in_two_products(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float | None) -> Tensor:
     """Compute attention with fp32 scores, as the fused kernels do."""
     keys = key.expand(*query.shape[:2], -1, -1)  # all heads may share the keys
-    scores = _multiplied_in_fp32(query.flatten(0, 1), keys.flatten(0, 1).transpose(-2, -1))
+    x, y = query.flatten(0, 1), keys.flatten(0, 1).transpose(-2, -1)
+    scores = torch.bmm(x, y, out_dtype=torch.float32) if x.is_cuda else torch.bmm(x.float(), y.float())
     scores = scores.unflatten(0, query.shape[:2]) * (query.shape[-1] ** -0.5 if scale is None else scale)
     scores = scores + mask if mask.is_floating_point() else scores.masked_fill(~mask, float("-inf"))
     return torch.ops.aten._safe_softmax(scores, -1).to(value.dtype) @ value
-
-
-def _multiplied_in_fp32(x: Tensor, y: Tensor) -> Tensor:
-    return torch.bmm(x, y, out_dtype=torch.float32) if x.is_cuda else torch.bmm(x.float(), y.float())
 
 
 def _in_own_storage(value: Tensor, *others: Tensor) -> Tensor:
