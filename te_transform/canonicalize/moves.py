@@ -81,7 +81,7 @@ def _of_rows(part: fx.Node) -> tuple | None:
     if rows.target is torch.unbind and rows.args[1] == -2:
         rows = rows.args[0]
     elif is_tensor_node(rows):
-        index = _index_of_last_but_one(index, len(shape_of(rows)))
+        index = item_of(index, len(shape_of(rows)), -2)
     if rows.target is not torch.reshape or type(index) is not int or rows.meta.get("written"):
         return None
     x, (*leading, count, width) = rows.args[0], shape_of(rows)
@@ -92,16 +92,20 @@ def _of_rows(part: fx.Node) -> tuple | None:
     return ops.columns, (x, start, start + width)
 
 
-def _index_of_last_but_one(index: Any, rank: int) -> Any:
-    """Return the index of dimension -2 if the index takes all of every other dimension; otherwise None."""
+def spread_index(index: Any, rank: int) -> list[Any]:
+    """Return the parts of an index, with a slice for each dimension that it omits or that `...` covers."""
     parts = [*index] if isinstance(index, tuple) else [index]
-    if sum(part is Ellipsis for part in parts) == 0:
-        parts.append(Ellipsis)
-    missing = [ALL] * (rank + 1 - len(parts))
-    spread = [each for part in parts for each in (missing if part is Ellipsis else [part])]
-    plain = len(spread) == rank and all(isinstance(part, slice) and part == ALL for part in spread[:-2])
-    last = spread[-1] if plain and rank > 1 else None
-    return spread[-2] if isinstance(last, slice) and last == ALL else None
+    parts += [Ellipsis] * (not any(part is Ellipsis for part in parts))
+    missing = [ALL] * (rank + 1 + sum(part is None for part in parts) - len(parts))
+    return [each for part in parts for each in (missing if part is Ellipsis else [part])]
+
+
+def item_of(index: Any, rank: int, dim: int) -> Any:
+    """Return the part of an index for `dim`, such as -1, if the index takes all of the others, or None."""
+    parts = spread_index(index, rank)
+    others = [part for place, part in enumerate(parts, -len(parts)) if place != dim]
+    is_one = len(parts) == rank >= -dim and all(isinstance(part, slice) and part == ALL for part in others)
+    return parts[dim] if is_one else None
 
 
 # name -> function that returns the canonical call of a node with this name, or None to leave it unchanged

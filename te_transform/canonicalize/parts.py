@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
+from te_transform.canonicalize.moves import item_of
 from te_transform.graph import ops
 from te_transform.graph.nodes import is_tensor_node, same_shape, shape_of
 
@@ -32,8 +33,12 @@ def part_of(node: fx.Node) -> ColumnHalf | None:
     if node.target is not operator.getitem:
         return None
     x, at = node.args
-    index = _of_every_second(_item_of_last(x, at))
-    return _half_of_pairs(x, at) if index is None else ColumnHalf(x, index, in_pairs=True)
+    if x.target is torch.unbind:
+        return _half_of_pairs(x.args[0], at) if x.args[1] == -1 else None
+    last = item_of(at, len(shape_of(x)), -1) if is_tensor_node(x) else None
+    if isinstance(last, slice) and last.stop is None and last.step == 2 and last.start in (None, 0, 1):
+        return ColumnHalf(x, last.start or 0, in_pairs=True)
+    return _half_of_pairs(x, last)
 
 
 def _half_of_columns(x: fx.Node, start: int, stop: int) -> ColumnHalf | None:
@@ -44,27 +49,10 @@ def _half_of_columns(x: fx.Node, start: int, stop: int) -> ColumnHalf | None:
     return None if index is None else ColumnHalf(x, index, in_pairs=False)
 
 
-def _half_of_pairs(x: fx.Node, at: Any) -> ColumnHalf | None:
+def _half_of_pairs(pairs: fx.Node, index: Any) -> ColumnHalf | None:
     """Return the even or odd columns that an index selects from columns reshaped to [..., width / 2, 2]."""
-    is_unbound = x.target is torch.unbind and x.args[1] == -1
-    pairs, index = (x.args[0], at) if is_unbound else (x, _item_of_last(x, at))
     if type(index) is not int or index not in (0, 1) or pairs.target is not torch.reshape:
         return None
-    *shape, half, two = shape_of(pairs)
-    whole = two == 2 and same_shape(shape_of(pairs.args[0]), (*shape, 2 * half))
+    *shape, half, two = (1, *shape_of(pairs))
+    whole = two == 2 and same_shape((1, *shape_of(pairs.args[0])), (*shape, 2 * half))
     return ColumnHalf(pairs.args[0], index, in_pairs=True) if whole else None
-
-
-def _of_every_second(last: Any) -> int | None:
-    """Return 0 for an index of the even columns, 1 for the odd columns, or None."""
-    is_second = isinstance(last, slice) and last.stop is None and last.step == 2
-    return (last.start or 0) if is_second and last.start in (None, 0, 1) else None
-
-
-def _item_of_last(x: fx.Node, at: Any) -> Any:
-    """Return the index of the last dimension if an index takes all of the other dimensions, or None."""
-    if not isinstance(at, tuple) or not at or not is_tensor_node(x):
-        return None
-    *others, last = at
-    is_each = len(at) == len(shape_of(x)) and all(each == slice(None) for each in others)
-    return last if others == [Ellipsis] or is_each else None

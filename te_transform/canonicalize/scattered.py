@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from te_transform.canonicalize.inplace import storage_of
-from te_transform.canonicalize.moves import ALL
+from te_transform.canonicalize.moves import item_of
 from te_transform.graph import edit
 from te_transform.graph.nodes import called, is_number, is_tensor_node, same_shape, shape_of, value
 
@@ -49,13 +49,11 @@ def _scattered(write: fx.Node) -> tuple | None:
 
 def _of_last(index: Any, rank: int) -> slice | None:
     """Return the slice of the last dimension if an index of constants takes all of the others, or None."""
-    if not isinstance(index, tuple) or not index or not isinstance(index[-1], slice):
+    last = item_of(index, rank, -1)
+    if not isinstance(last, slice):
         return None
-    *others, last = index
-    is_each = len(index) == rank and all(isinstance(each, slice) and each == ALL for each in others)
     numbers = (last.start, last.stop, last.step)
-    is_plain = all(each is None or (type(each) is int and each >= 0) for each in numbers)
-    return last if is_plain and (others == [Ellipsis] or is_each) else None
+    return last if all(each is None or (type(each) is int and each >= 0) for each in numbers) else None
 
 
 def _is_turn(x: fx.Node) -> bool:

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from te_transform.canonicalize.moves import MOVES, piece_of
+from te_transform.canonicalize.moves import MOVES, piece_of, spread_index
 from te_transform.canonicalize.table import METHODS, SPELLINGS
 from te_transform.graph import edit, nodes
 
@@ -54,18 +54,10 @@ def _insert_dims(graph: fx.Graph, node: fx.Node, x: fx.Node, parts: tuple) -> No
     if any(isinstance(part, slice) and part != slice(None) for part in rest):
         x = edit.insert(graph, [node], operator.getitem, (x, rest))
     behind = nodes.shape_of(node)
-    dims = [at for at, part in enumerate(_spread(parts, len(behind))) if part is None]
+    dims = [at for at, part in enumerate(spread_index(parts, len(nodes.shape_of(x)))) if part is None]
     for at in dims[:-1]:
         x = edit.insert(graph, [node], torch.unsqueeze, (x, at - len(nodes.shape_of(x)) - 1))
     edit.set_target(node, torch.unsqueeze, (x, dims[-1] - len(behind)))
-
-
-def _spread(parts: tuple, rank: int) -> list[Any]:
-    """Return an index with a slice for each dimension that `...` covers or that the index omits."""
-    if Ellipsis not in parts:
-        parts = (*parts, Ellipsis)
-    at = parts.index(Ellipsis)
-    return [*parts[:at], *[slice(None)] * (rank + 1 - len(parts)), *parts[at + 1 :]]
 
 
 def _is_tensor_call(node: fx.Node) -> bool:

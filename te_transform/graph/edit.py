@@ -35,15 +35,9 @@ from te_transform.graph.bound import module_of
 
 def copy_graph(graph: fx.Graph) -> fx.Graph:
     """Return a copy to rewrite, in which each node has its `path` and its `origin`."""
-    copied, copies = fx.Graph(), {}
+    copied, twins = copy_by_name(graph)
     for node in graph.nodes:
-        twin = copied.node_copy(node, copies.__getitem__)
-        twin.meta = _without_argument(node.meta)
-        twin.meta["path"] = node_info.path_of(node)
-        twin.meta["origin"] = node.name
-        if hasattr(node, "_dynamo_source"):
-            twin._dynamo_source = node._dynamo_source
-        copies[node] = twin
+        twins[node.name].meta |= {"path": node_info.path_of(node), "origin": node.name}
     return copied
 
 
@@ -631,12 +625,11 @@ def name_model_tensors(captured: fx.GraphModule, arguments: Sequence[Any]) -> fx
 
 def snapshot(graph: fx.Graph) -> fx.Graph:
     """Return a copy of the graph with the metadata that reports and lower_unfused() read."""
-    copied, copies = fx.Graph(), {}
+    copied, twins = copy_by_name(graph)
+    kept = ("path", "region", "example_value", "fused", "origin", "spelled", "outcome")
     for node in graph.nodes:
-        copies[node] = twin = copied.node_copy(node, copies.__getitem__)
-        kept = ("path", "region", "example_value", "fused", "origin", "spelled", "outcome")
-        twin.meta = {key: node.meta[key] for key in kept if key in node.meta}
-        twin.meta["source"] = node_info.source_of(node)
+        held = {key: node.meta[key] for key in kept if key in node.meta}
+        twins[node.name].meta = {**held, "source": node_info.source_of(node)}
     return copied
 
 

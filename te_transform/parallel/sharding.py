@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
+from te_transform.canonicalize.moves import ALL, spread_index
 from te_transform.graph import ops
 from te_transform.graph.nodes import argument, called, is_tensor_node, shape_of, value
 from te_transform.parallel.collectives import Shards
@@ -321,20 +322,11 @@ def _getitem(node: fx.Node, held: Held, ranks: int) -> ShardingStep:
     x, index = node.args
     if isinstance(value(x), (tuple, list)):
         return ShardingStep(held[x])
-    index = index if isinstance(index, tuple) else (index,)
+    index = spread_index(index, len(shape_of(x)))
     if any(isinstance(i, (fx.Node, list)) for i in index):
         raise Refusal("an index selects from the sharded dimensions, but only slices can")
-    at, rank = len(shape_of(x)) + held[x].dim, len(shape_of(x))
-    there = [i for i in index if i is not None]
-    if Ellipsis in index:
-        dots = there.index(Ellipsis)
-        there[dots : dots + 1] = [slice(None)] * (rank - len(there) + 1)
-        dots = index.index(Ellipsis)
-        index = (*index[:dots], *[slice(None)] * (rank - sum(i is not None for i in index) + 1),
-                 *index[dots + 1 :])  # fmt: skip
-    there += [slice(None)] * (rank - len(there))
-    index = (*index, *[slice(None)] * (rank - sum(i is not None for i in index)))
-    if there[at] != slice(None):
+    at = len(shape_of(x)) + held[x].dim
+    if [i for i in index if i is not None][at] != ALL:
         raise Refusal("an index cuts shards, but must keep them whole")
     seen, out = -1, []
     for i in index:
