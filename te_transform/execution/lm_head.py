@@ -28,9 +28,11 @@ from te_transform.graph.nodes import (
     is_model_tensor,
     is_random,
     numel_of,
+    reached,
     returned,
     shape_of,
     storages,
+    users_of,
     value,
     writes,
 )
@@ -215,13 +217,7 @@ def _is_head(graph: fx.GraphModule, node: fx.Node) -> bool:
 
 def _all_readers(nodes: Iterable[fx.Node]) -> set[fx.Node]:
     """Return the nodes and their transitive readers."""
-    found, waiting = set(), list(nodes)
-    while waiting:
-        node = waiting.pop()
-        if node not in found and node.op != "output":
-            found.add(node)
-            waiting += node.users
-    return found
+    return {*reached(nodes, users_of, lambda node: node.op != "output")}
 
 
 def _without_others(

@@ -41,6 +41,7 @@ from te_transform.graph.nodes import (
     varies_by_autocast,
 )
 from te_transform.plan.match import Plan, Site
+from te_transform.plan.work import origins
 
 # ops that run as many operations in plain PyTorch as were captured
 _IN_AS_MANY = (plain.CrossEntropy, plain.PaddedLinear, plain.Rotary)
@@ -135,7 +136,7 @@ def _captured_ends(plan: Plan, site: Site) -> tuple[list[fx.Node], set[fx.Node]]
     """Return the captured nodes of the site's outputs and of its inputs."""
     captured = {node.name: node for node in plan.captured.graph.nodes}
     outputs = [captured[node.meta["origin"]] for node in site.outputs]
-    return outputs, {captured[name] for name in _inputs(site)}
+    return outputs, {captured[name] for name in origins(site.node.all_input_nodes)}
 
 
 def _is_asked_for(site: Site, mask: Tensor) -> bool:
@@ -146,18 +147,6 @@ def _is_asked_for(site: Site, mask: Tensor) -> bool:
     """
     is_trained = value(site.node.args[0]).requires_grad
     return not is_bias(mask) or (is_trained and site.fused.written_out)
-
-
-def _inputs(site: Site) -> set[str]:
-    """Return the names of the captured nodes that the arguments of a site derive from."""
-    found, waiting = set(), list(site.node.all_input_nodes)
-    while waiting:
-        node = waiting.pop()
-        if "origin" in node.meta:
-            found.add(node.meta["origin"])
-        else:
-            waiting += node.all_input_nodes
-    return found
 
 
 class _SharedCalls:
@@ -266,7 +255,7 @@ class _Lowering:
 
     def _place_of(self, site: Site, outputs: Collection[fx.Node]) -> fx.Node:
         """Return the first output, or the last output if an input of the site comes after the first."""
-        read = [self.stands[name] for name in _inputs(site)]
+        read = [self.stands[name] for name in origins(site.node.all_input_nodes)]
         first = min(outputs)
         return first if all(node < first for node in read) else max(outputs)
 

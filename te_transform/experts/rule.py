@@ -18,6 +18,9 @@ from te_transform.graph.nodes import (
     is_parameter,
     is_tensor_node,
     may_be_view,
+    reached,
+    reads_of,
+    users_of,
 )
 from te_transform.graph.pattern import Call, OneOf, Var
 from te_transform.passes.layernorm_mlp import activation_pattern, clamped_gate, refuse_limits
@@ -107,7 +110,7 @@ def _refuse_two_products(fc1: Operation, gated: str, half: int, end: int) -> Ite
 def _is_reported_by_another_match(product: fx.Node) -> bool:
     """Return True for the second product of experts, or if the sum over their choices is matched too."""
     return bool(
-        _nearest_calls(product, _reads, *_EXPERT_PRODUCTS) or _nearest_calls(product, _users, ops.combine)
+        _nearest_calls(product, reads_of, *_EXPERT_PRODUCTS) or _nearest_calls(product, users_of, ops.combine)
     )
 
 
@@ -116,38 +119,22 @@ def _nodes_since_topk(product: fx.Node) -> set[fx.Node]:
 
     The set is empty if the groups are not computed from topk.
     """
-    found, waiting = {product, *_nearest_calls(product, _users, *_EXPERT_PRODUCTS)}, [product.args[2]]
-    is_of_topk = False
-    while waiting:
-        node = waiting.pop()
-        is_of_topk = is_of_topk or called(node) == "topk"
-        if called(node) != "topk" and node not in found:
-            found.add(node)
-            waiting += node.all_input_nodes
-    return {node for node in found if is_of_topk and node.op != "placeholder" and not may_be_view(node)}
-
-
-def _users(node: fx.Node) -> Iterable[fx.Node]:
-    return node.users
-
-
-def _reads(node: fx.Node) -> Iterable[fx.Node]:
-    return node.all_input_nodes
+    found = reached([product.args[2]], lambda node: () if called(node) == "topk" else node.all_input_nodes)
+    if all(called(node) != "topk" for node in found):
+        return set()
+    calls = {product, *_nearest_calls(product, users_of, *_EXPERT_PRODUCTS), *found}
+    return {n for n in calls if called(n) != "topk" and n.op != "placeholder" and not may_be_view(n)}
 
 
 def _nearest_calls(
     start: fx.Node, following: Callable[[fx.Node], Iterable[fx.Node]], *wanted: Any
 ) -> set[fx.Node]:
     """Return the nearest calls of `wanted` on paths from a node; paths end at another part of the layer."""
-    found, seen, waiting = set(), set(), [*following(start)]
-    while waiting:
-        node = waiting.pop()
-        if node.target in wanted:
-            found.add(node)
-        elif node not in seen and node.target not in _PATH_ENDS and is_tensor_node(node):
-            seen.add(node)
-            waiting += following(node)
-    return found
+    ends = (*wanted, *_PATH_ENDS)
+    found = reached(
+        following(start), lambda node: () if node.target in ends else following(node), is_tensor_node
+    )
+    return {node for node in found if node.target in wanted}
 
 
 def build(

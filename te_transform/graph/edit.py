@@ -433,15 +433,10 @@ def read_aside(outputs: Sequence[fx.Node], boundary: Collection[fx.Node]) -> set
 
 def needed(outputs: Iterable[fx.Node], boundary: Iterable[fx.Node]) -> tuple[set[fx.Node], set[fx.Node]]:
     """Return the operations that compute `outputs`, and their inputs: the boundary and placeholders."""
-    inside, inputs, waiting = set(), set(boundary), list(outputs)
-    while waiting:
-        node = waiting.pop()
-        if node in inputs or node.op == "placeholder":
-            inputs.add(node)
-        elif node not in inside:
-            inside.add(node)
-            waiting += node.all_input_nodes
-    return inside, inputs
+    ends = {*boundary}
+    found = node_info.computed_from(outputs, ends.__contains__)
+    inputs = ends | {node for node in found if node.op == "placeholder"}
+    return found - inputs, inputs
 
 
 def _module_of(

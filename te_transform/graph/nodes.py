@@ -183,18 +183,33 @@ def path_of(node: fx.Node) -> str:
     return path_said(next(reversed(stack.values()))[0])
 
 
+reads_of, users_of = operator.attrgetter("all_input_nodes"), operator.attrgetter("users")
+
+
+def reached(
+    roots: Iterable[fx.Node],
+    following: Callable[[fx.Node], Iterable[fx.Node]],
+    where: Callable[[fx.Node], bool] = lambda node: True,
+) -> list[fx.Node]:
+    """Return the roots and all nodes that `following` leads to, each once.
+
+    Nodes for which `where` is False are left out, and paths end at them.
+    """
+    found: dict[fx.Node, None] = {}
+    waiting = [*roots]
+    while waiting:
+        node = waiting.pop()
+        if node not in found and where(node):
+            found[node] = None
+            waiting += following(node)
+    return [*found]
+
+
 def computed_from(
     roots: Iterable[fx.Node], is_end: Callable[[fx.Node], bool] = lambda node: False
 ) -> set[fx.Node]:
     """Return the roots and the nodes that they depend on; do not include or pass through ends."""
-    found: set[fx.Node] = set()
-    waiting = [*roots]
-    while waiting:
-        node = waiting.pop()
-        if node not in found and not is_end(node):
-            found.add(node)
-            waiting += node.all_input_nodes
-    return found
+    return {*reached(roots, reads_of, lambda node: not is_end(node))}
 
 
 def without_gradients(graph: fx.Graph) -> set[fx.Node]:

@@ -18,6 +18,7 @@ from te_transform.graph.nodes import (
     is_model_tensor,
     is_parameter,
     is_tensor_node,
+    reached,
     shape_of,
     value,
 )
@@ -120,18 +121,12 @@ def _ends_path(node: fx.Node) -> bool:
 
 def _computed_from_projections(query: fx.Node) -> set[fx.Node]:
     """Return the nodes that `query` depends on, up to projections, norms and ops.rope."""
-    seen: set[fx.Node] = set()
-    waiting = [query]
-    while waiting:
-        node = waiting.pop()
-        if node not in seen and not _ends_path(node) and node.target is not ops.rope:
-            seen.add(node)
-            waiting += [*node.all_input_nodes, *(user for user in node.users if _fills(user, node))]
-    return seen
 
+    def following(node: fx.Node) -> list[fx.Node]:
+        fills = [u for u in node.users if u.target is operator.setitem and u.args[0] is node]
+        return [*node.all_input_nodes, *fills]
 
-def _fills(user: fx.Node, node: fx.Node) -> bool:
-    return user.target is operator.setitem and user.args[0] is node
+    return {*reached([query], following, lambda node: not _ends_path(node) and node.target is not ops.rope)}
 
 
 def _column_factors(node: fx.Node, moved: set[fx.Node]) -> list[fx.Node]:

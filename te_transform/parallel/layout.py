@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import fx
 
 from te_transform.graph import edit, ops
-from te_transform.graph.nodes import is_parameter, path_of, shape_of, writes
+from te_transform.graph.nodes import is_parameter, path_of, reached, shape_of, writes
 from te_transform.parallel.collectives import Shards
 from te_transform.parallel.sharding import Refusal, step
 from te_transform.plan.options import skipped_by
@@ -198,15 +198,8 @@ class _LayingOut:
 
     def _makers(self, value: fx.Node) -> Iterator[fx.Node]:
         """Return undivided linears whose results lead to `value` without another linear."""
-        waiting, seen = [value], set()
-        while waiting:
-            node = waiting.pop()
-            if node in seen:
-                continue
-            seen.add(node)
-            if node.target is not ops.linear:
-                waiting += node.all_input_nodes
-            elif self.stored(node.args[1]) not in (None, *self.layout.shards):
+        for node in reached([value], lambda node: () if node.target is ops.linear else node.all_input_nodes):
+            if node.target is ops.linear and self.stored(node.args[1]) not in (None, *self.layout.shards):
                 yield node
 
     def _attention(self, linear: fx.Node) -> fx.Node | None:
@@ -286,15 +279,9 @@ class _LayingOut:
         self.layout.places.append(Place("embedding", path_of(node)))
 
 
-def _dependents(node: fx.Node) -> Iterator[fx.Node]:
+def _dependents(node: fx.Node) -> list[fx.Node]:
     """Return the nodes that depend on a value, up to the next linears."""
-    waiting, seen = [*node.users], set()
-    while waiting:
-        node = waiting.pop()
-        if node not in seen:
-            seen.add(node)
-            yield node
-            waiting += () if node.target is ops.linear else node.users
+    return reached(node.users, lambda node: () if node.target is ops.linear else node.users)
 
 
 def _is_input(ids: fx.Node) -> bool:

@@ -9,7 +9,16 @@ from torch import fx
 
 from te_transform.canonicalize.attention import PRODUCTS
 from te_transform.graph import ops
-from te_transform.graph.nodes import called, dtype_of, is_tensor_node, storages, writes
+from te_transform.graph.nodes import (
+    called,
+    dtype_of,
+    is_tensor_node,
+    reached,
+    reads_of,
+    storages,
+    users_of,
+    writes,
+)
 from te_transform.plan.refusals import readers
 
 # the operations that fused attention supports between its two products, including the products
@@ -26,8 +35,8 @@ def obstacles(softmax: fx.Node) -> Iterator[str]:
     Each reason says what the model has, and what fused attention needs. Nothing is yielded if there is no
     product before or after the softmax.
     """
-    before = _towards(softmax, lambda node: node.all_input_nodes, last=False)
-    behind = _towards(softmax, lambda node: node.users, last=True)
+    before = _towards(softmax, reads_of, last=False)
+    behind = _towards(softmax, users_of, last=True)
     if not before or not behind:
         return
     reasons = [*_reasons([*before, softmax, *behind])]
@@ -96,14 +105,11 @@ def _towards(start: fx.Node, following: Callable[[fx.Node], Iterable[fx.Node]], 
         following: Return the next nodes of a path.
         last: True if paths lead towards the end of the graph.
     """
-    reached, waiting = set(), [*following(start)]
-    while waiting:
-        node = waiting.pop()
-        if node not in reached and _may_be_scores(node):
-            reached.add(node)
-            waiting += [] if node.target in PRODUCTS else following(node)
+    found = reached(
+        following(start), lambda node: () if node.target in PRODUCTS else following(node), _may_be_scores
+    )
     leading: set[fx.Node] = set()
-    for node in sorted(reached, reverse=last):
+    for node in sorted(found, reverse=last):
         if node.target in PRODUCTS or leading.intersection(following(node)):
             leading.add(node)
     return sorted(leading)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +15,7 @@ from te_transform.graph.nodes import (
     is_model_tensor,
     is_tensor_node,
     may_be_view,
+    reached,
     shape_of,
     value,
 )
@@ -85,7 +86,7 @@ def replaced(captured: Mapping[str, fx.Node], nodes: Collection[fx.Node]) -> fro
     """
     inside = {node.meta["origin"] for node in nodes if "origin" in node.meta}
     sources = {source for node in nodes for source in node.all_input_nodes} - {*nodes}
-    read = {name for source in sources for name in _origins(source)}
+    read = origins(sources)
     waiting = [captured[name] for name in inside]
     while waiting:
         for source in waiting.pop().all_input_nodes:
@@ -96,8 +97,7 @@ def replaced(captured: Mapping[str, fx.Node], nodes: Collection[fx.Node]) -> fro
     return frozenset(inside)
 
 
-def _origins(node: fx.Node) -> set[str]:
-    """Return the names of the captured nodes that a canonical node replaces or is computed from."""
-    if "origin" in node.meta:
-        return {node.meta["origin"]}
-    return {name for source in node.all_input_nodes for name in _origins(source)}
+def origins(nodes: Iterable[fx.Node]) -> set[str]:
+    """Return the names of the captured nodes that canonical nodes replace or are computed from."""
+    found = reached(nodes, lambda node: () if "origin" in node.meta else node.all_input_nodes)
+    return {node.meta["origin"] for node in found if "origin" in node.meta}
