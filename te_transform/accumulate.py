@@ -74,10 +74,10 @@ def accumulate(model: nn.Module, steps: int, dtype: torch.dtype = torch.float32)
         their gradients from autograd as usual.
 
     Raises:
-        AccumulationError: there are more than `steps` forward passes; the model is wrapped by DDP, whose
-            hooks do not see gradients that a kernel adds; another framework set main_grad; or `steps` or
-            `dtype` is invalid. If the body raises, the buffers are dropped, and `.grad` keeps the gradients
-            of other parameters.
+        AccumulationError: there are more than `steps` forward passes, or `steps` or `dtype` is invalid. DDP
+            wraps the model, whose hooks do not see gradients that a kernel adds. Another framework set
+            main_grad. If the body raises, the buffers are dropped, and `.grad` keeps the gradients of other
+            parameters.
         te_transform.ModelError: `model` is not a module.
     """
     _check_arguments(model, steps, dtype)

@@ -29,8 +29,8 @@ def load(
     """Load a model by its name.
 
     Args:
-        name: "package.module:factory", a function that returns the model and takes no arguments; a folder
-            with a config.json of transformers, and weights if there are any; or a config file.
+        name: "package.module:factory", a folder, or a config file. The factory returns the model and takes no
+            arguments. The folder has a config.json of transformers, and may have weights.
         on_meta: True to build the model on the meta device, without weights. A factory that fails there runs
             normally.
         dtype: The dtype of the weights. None means the dtype of the config or the factory.

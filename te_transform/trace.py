@@ -25,8 +25,8 @@ def trace(model: nn.Module, example_inputs: Any = None, *, train: bool = True) -
 
     Parameters and buffers are get_attr nodes under their own names. The arguments of the forward are
     placeholders. The output is a tuple of tensors. The `meta` of each node has the `path` and `class` of the
-    module that made the call, and dynamo's entries, such as the fake tensor `example_value`. The sizes of the
-    example inputs are constants in the graph.
+    module that made the call. It also has dynamo's entries, such as the fake tensor `example_value`. The
+    sizes of the example inputs are constants in the graph.
 
     Args:
         model: Any module. It stays bitwise unchanged, as does the random state.

@@ -116,8 +116,8 @@ def measure(keep: Tensor) -> Tensor:
 
     Returns:
         Six integers: 1 for a band, its reach before and after a query's position, the shortest and the
-        longest sequence, and 1 if every query sees a key. If there are as many queries as keys, four more
-        integers follow, see _documents().
+        longest sequence. The last is 1 if every query sees a key. If there are as many queries as keys, four
+        more integers follow, see _documents().
     """
     queries, keys = keep.shape[-2:]
     query, key = _positions(queries, keys, keep.device)
@@ -139,8 +139,8 @@ def _documents(keep: Tensor, band: Tensor) -> list[Tensor]:
     """Compare the mask `keep` with documents, given a band that contains all kept keys.
 
     Returns:
-        Four numbers: 1 for a band within documents, the number of documents, and the lengths of the longest
-        document, with and without documents that are padding.
+        Four numbers: 1 for a band within documents, the number of documents, and the length of the longest.
+        The last is this length without documents that are padding.
     """
     begins, own = _begins(keep), sees_itself(keep)
     places = torch.arange(begins.numel(), dtype=torch.int64, device=keep.device).view_as(begins)

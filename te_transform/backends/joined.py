@@ -269,7 +269,7 @@ class Split(GraphOp):
 
         Args:
             product: the product.
-            joined: the joined weight and bias. They learn which parts get a gradient: the gradient of a
+            joined: the joined weight and bias. They learn which parts get a gradient. The gradient of a
                 projection that the loss does not use is None, because an optimizer steps on zeros.
         """
         if transformed() or not (torch.is_grad_enabled() and product.requires_grad):
@@ -303,8 +303,8 @@ def _cat_columns(parts: list[Tensor]) -> Tensor:
     return torch.cat(parts, -1)
 
 
-# Inductor would fuse torch.cat with the computation of the parts into one kernel, which evaluates every part
-# for each element: 0.66 ms per layer of an 8B model on an H100. It cannot look into this operation.
+# Inductor would fuse torch.cat with the computation of the parts into one kernel. It evaluates every part for
+# each element, which takes 0.66 ms per layer of an 8B model on an H100. It cannot look into this operation.
 LIBRARY.define("cat(Tensor[] parts) -> Tensor")
 LIBRARY.impl("cat", _cat_columns, "CompositeExplicitAutograd")
 torch.library.register_fake("te_transform::cat", _cat_columns, lib=LIBRARY)
@@ -390,7 +390,7 @@ def adjacent(parameters: Sequence[Tensor]) -> Tensor | None:
 def make_adjacent(parameters: Sequence[Tensor]) -> bool:
     """Move parameters, or the local tensors of DTensors, next to each other; the values stay the same.
 
-    Each parameter gets its own storage over its rows: safetensors and accelerate treat parameters that share
+    Each parameter gets its own storage over its rows. Safetensors and accelerate treat parameters that share
     one storage as tied, and save only one of them.
 
     Returns:

@@ -87,8 +87,8 @@ class MaskOp(GraphOp):
       compared with the last one, because writes through .data do not change the version;
     - data, which is new in each call, is evaluated once per tensor. Blocks and pieces that are captured
       separately, and get the same tensor, share the answer. If all numbers of a tensor are equal, this number
-      is part of the cache key, as in the padding mask of a batch without padding. Otherwise the mask is
-      computed and classified.
+      is part of the cache key. An example is the padding mask of a batch without padding. Otherwise the mask
+      is computed and classified.
 
     Args:
         make: the captured operations that compute the mask. The module returns a tuple of the mask and, if it

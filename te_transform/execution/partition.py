@@ -198,8 +198,8 @@ def _compile(pieces: Sequence[Piece], values: dict[fx.Node, Any], compile: Compi
         if key not in made:
             made[key] = compile(piece.module, [as_leaf(each) for each in given])
         piece.run = made[key]
-        # the compiler times kernels on real tensors, so it runs outside of the fake mode; an active
-        # checkpoint would count the tensors that are saved here
+        # The compiler times kernels on real tensors, so it runs outside of the fake mode. An active
+        # checkpoint would count the tensors that are saved here.
         with fake, saved_tensors_hooks(_unchanged, _unchanged):
             found = piece.module.forward(*given)
         values.update(zip(piece.outputs, found, strict=True))

@@ -26,8 +26,9 @@ class Products(GraphMode):
 
     Args:
         parameters: the weights of interest.
-        callback: receives the parameter, True if it is stored as [in, out], the input [..., in], the weight
-            [out, in], the bias [out] or None, and a function that computes the original product.
+        callback: receives the parameter, and True if it is stored as [in, out]. It also receives the input
+            [..., in], the weight [out, in], the bias [out] or None, and a function that computes the original
+            product.
     """
 
     def __init__(self, parameters: Iterable[Tensor], callback: Callback):

@@ -37,7 +37,7 @@ def quantize_weights(model: nn.Module) -> Quantized:
 
     FP8 parameters replace the original parameters in the modules; the original values are lost. State dicts,
     revert() and calls in plain PyTorch have the rounded values, with the original dtypes and names.
-    load_state_dict() quantizes the loaded weights; the parts of a joined weight are quantized separately.
+    load_state_dict() quantizes the loaded weights, and the parts of a joined weight separately.
     requires_grad_(True) raises. If the input of a product needs a gradient, the transpose is stored too, from
     the first backward on: two bytes per element.
 

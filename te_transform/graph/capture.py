@@ -100,7 +100,7 @@ def capture(
         dynamic: as in torch.compile: with False, each size has its own graph.
         reasons: receives dynamo's reasons for code that it does not capture.
         tell: called with the reason when a call runs the user's own code because a value changes with each
-            call; None: such calls are captured too.
+            call. None: such calls are captured too.
 
     Returns:
         A function. Its `turned_off` is True after dynamo has failed on code of the user: dynamo never traces

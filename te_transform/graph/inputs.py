@@ -92,8 +92,8 @@ def as_inputs(model: nn.Module, example_inputs: Any) -> list[Inputs]:
     """Return the example inputs as a list of Inputs, with a key/value cache switched off.
 
     Raises:
-        InputError: the inputs are not a tensor, tuple, dict or list of these; or they are a list in place of
-            a tuple; or they are None, and none can be generated.
+        InputError: the inputs have another type, are a list in place of a tuple, or are missing and cannot be
+            generated.
     """
     if example_inputs is None:
         return [_without_cache(model, invent(model))]
@@ -172,8 +172,8 @@ def invent(model: nn.Module, batch: int = BATCH, length: int = LENGTH, exactly: 
     that it accepts.
 
     Raises:
-        InputError: the modules do not determine the inputs, or the model fails on all candidates; or the
-            model has fewer positions than `length`, and `exactly` is True.
+        InputError: the modules do not determine the inputs, the model fails on all candidates, or `exactly`
+            is True and it has fewer positions than `length`.
     """
     tables = sorted({m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)}, reverse=True)
     length = length if exactly else min(length, positions(model)[0])

@@ -80,7 +80,7 @@ class Divided:
         if self.shards is None or self.shards.is_plain:
             share = self.held.to_local()
         else:
-            # Each rank has rows of q, k and v of one product, or several ranks have the same heads: gather
+            # Each rank has rows of q, k and v of one product, or several ranks have the same heads. Gather
             # all rows, and take the rows of this rank.
             whole = self.held.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
             share = ranks.share(whole, self.shards)

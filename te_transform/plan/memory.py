@@ -3,9 +3,9 @@
 A simulated forward over the canonical graph records what each operation saves for its backward. A simulated
 backward frees the saved tensors, adds up gradients, and counts the temporaries of each operation.
 
-The tensors that TE's modules save are taken from their autograd functions (TE 2.20): the norm's output, both
-halves of a gated fc1, and the activation. FP8 tensors take one byte per element; an FP8 weight is saved
-twice, as it is and transposed.
+The tensors that TE's modules save are taken from their autograd functions (TE 2.20). They are the norm's
+output, both halves of a gated fc1, and the activation. FP8 tensors take one byte per element; an FP8 weight
+is saved twice, as it is and transposed.
 """
 
 from __future__ import annotations

@@ -38,10 +38,10 @@ _STEPS_OF_TRIALS = 2.0  # the time limit of the trials, in steps
 def profile(model: nn.Module, batch: Any = None, *, plan: bool = True) -> Profile:
     """Run a few steps of `model` and report what each part costs, and what slows it down.
 
-    A step is a forward and, in training mode, a backward from the loss, or from a scalar of the outputs if
-    there is no loss. The optimizer does not run. The model, its gradients, buffers, hooks, mode and the
-    random state are restored. The profile takes the time of about ten steps and half a second; the plan of
-    convert() is extra.
+    A step is a forward and, in training mode, a backward. The backward begins at the loss, or at a scalar of
+    the outputs if there is no loss. The optimizer does not run. The model, its gradients, buffers, hooks,
+    mode and the random state are restored. The profile takes the time of about ten steps and half a second;
+    the plan of convert() is extra.
 
     With several ranks, call it on each rank. The result then also has the steps of all ranks.
 

@@ -27,7 +27,7 @@ class Slice(NamedTuple):
 def slices_of(ops: Sequence[Op], events: Iterable[Event]) -> list[Slice]:
     """Return the slices of a step, which cover it exactly.
 
-    If kernels ran on a GPU, its timeline is divided: each instant belongs to the newest kernel, to a
+    If kernels ran on a GPU, its timeline is divided. Each instant belongs to the newest kernel, to a
     collective if no other kernel runs, or to waiting. Otherwise the timeline of the CPU's thread is divided.
 
     Args:

@@ -145,8 +145,8 @@ class Layered:
     def _path(self, now: LayersNow, arguments: Sequence[Any]) -> str:
         """Return the path of the module of this graph.
 
-        It is the called module, or a module inside of it if the call has a graph break or runs the user's own
-        code in between.
+        It is the called module. If the call has a graph break or runs the user's own code in between, it is a
+        module inside of the called one.
         """
         if now.path in self.plan.modules:
             return now.path

@@ -28,11 +28,11 @@ large errors, where rounding changes a choice. Comparisons that miss by less the
 
 If the converted model runs in FP8, the original's FP8 products are emulated, quantized and dequantized as
 well as FP8 allows (emulate.py). Its draws also vary the scales. In small Llamas and RoBERTas, the FP8 error
-of a gradient varies between draws by 8 to 14% of its mean (one standard deviation); one draw in 20 is 1.3
+of a gradient varies between draws by 8 to 14% of its mean (one standard deviation). One draw in 20 is 1.3
 times the mean. The reference stays fp64.
 
-If a single site is too large for fp64, such as the scores of long sequences, the original itself is the
-reference and its draws replace the original. The converted values may then differ from the original as much
+A single site may be too large for fp64, such as the scores of long sequences. The original itself is then the
+reference, and its draws replace the original. The converted values may then differ from the original as much
 as differently rounded runs of the original do.
 """
 

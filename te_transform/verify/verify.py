@@ -33,8 +33,8 @@ def verify(
 ) -> Verification:
     """Compare `converted` with `model`, forward and each gradient, against the original in fp64.
 
-    The second model is the converted model, or any module that claims to compute the same: a hand port, a
-    model with patched kernels, a compiled one. docs/verify.md has examples.
+    The second model is the converted model, or any module that claims to compute the same. Examples are a
+    hand port, a model with patched kernels, and a compiled one, see docs/verify.md.
 
     The models run in training mode, in evaluation mode and without gradients, with dropout off. Inputs are
     the example inputs, fresh random values, another batch size and length, and a left-padded batch if the
@@ -62,13 +62,13 @@ def verify(
         names: For another module: a mapping from names of `model` to names of `converted`, or a function from
             name to name. It renames modules and parameters. An entry also renames what lies below it; None
             leaves a name out. By default, the names are the same.
-        weights: For another module: a differentiable function that makes the state dict of `converted` from
-            that of `model`, for weights that are joined, transposed or scaled. Its derivative turns gradients
-            of the second model into gradients of the first.
+        weights: For another module with joined, transposed or scaled weights: a differentiable function that
+            makes the state dict of `converted` from that of `model`. Its derivative turns gradients of the
+            second model into gradients of the first.
 
     Raises:
-        ValueError: the two models cannot be compared, the original does not run on the example inputs, or the
-            recipe of the converted model cannot be emulated.
+        ValueError: the two models cannot be compared, the original fails on the example inputs, or the recipe
+            of the converted model cannot be emulated.
         te_transform.InputError: there are no inputs, and none can be generated.
     """
     _check_models(model, converted, has_layout=names is not None or weights is not None)

@@ -30,7 +30,7 @@ class ProductState(NamedTuple):
 
     Attributes:
         forward: the scales of delayed scaling, [3 per product: input, weight, output], and the amax history
-            [length, the same]; () if each tensor gets a scale from its own values.
+            [length, the same]. () if each tensor gets a scale from its own values.
         backward: the same for gradients, [2 per product: of the output, of the input].
         weights: the quantized weights, if they are cached from call to call.
     """
@@ -51,8 +51,8 @@ class Scaling:
     Attributes:
         forward: the dtype of inputs and weights.
         backward: the dtype of gradients.
-        fast: for the forward product, the gradient of the input and the gradient of the weight, True if the
-            product accumulates in the tensor cores, with fewer than 32 bits.
+        fast: one flag each for the forward product, the gradient of the input and the gradient of the weight.
+            True if the product accumulates in the tensor cores, with fewer than 32 bits.
         delayed: True if scales come from earlier steps, False if from the tensor itself.
     """
 

@@ -40,8 +40,8 @@ class OneBitAdam(OneBitOptimizer):
         process_group: the ranks; by default all.
 
     Raises:
-        OneBitError: there is no process group, an option is out of range, or parameters are sharded (FSDP,
-            tensor parallelism) or not in fp32, bf16 or fp16.
+        OneBitError: there is no process group, or an option is out of range. Parameters are sharded (FSDP,
+            tensor parallelism), or not in fp32, bf16 or fp16.
     """
 
     _buffers = ("exp_avg", "exp_avg_sq")  # from the freeze on: u, and sqrt(v) + eps
