@@ -4,30 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
+from te_transform.backends import plain
 from te_transform.backends.cudnn import DotProductAttention
-from te_transform.backends.plain import (
-    ACTIVATIONS,
-    GATED_ACTIVATIONS,
-    CrossEntropy,
-    LayerNormLinear,
-    LayerNormMLP,
-    Linear,
-    PaddedLinear,
-    Rotary,
-    WideLinear,
-    recipe_now,
-)
 
-__all__ = [
-    "ACTIVATIONS", "GATED_ACTIVATIONS", "GATES", "HAS_BIAS", "HAS_KERNELS", "NAME",
-    "CrossEntropy", "DotProductAttention", "LayerNormLinear", "LayerNormMLP", "Linear",
-    "PaddedLinear", "Rotary", "WideLinear", "multiple", "recipe_now", "recipe_of",
-]  # fmt: skip
+__all__ = ["GATES", "HAS_BIAS", "HAS_KERNELS", "NAME", "DotProductAttention", "multiple", "recipe_of"]
 
 NAME = "te"
 HAS_KERNELS = True
 HAS_BIAS = False
 GATES = ("no", "first half")
+
+
+def __getattr__(name: str) -> Any:
+    """Return an op, or another public name, of plain PyTorch."""
+    if name in plain.__all__:
+        return getattr(plain, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def recipe_of(asked: Any) -> Any:
