@@ -81,15 +81,16 @@ def seconds_of(model: nn.Module, sample: Inputs) -> float:
 
 
 def _time_calls(step: Callable[[], None]) -> float:
-    _wait()
+    wait_for_gpu()
     start = time.perf_counter()
     for _ in range(CALLS):
         step()
-    _wait()
+    wait_for_gpu()
     return time.perf_counter() - start
 
 
-def _wait() -> None:
+def wait_for_gpu() -> None:
+    """Wait until all work on the GPU is done, if there is a GPU."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 

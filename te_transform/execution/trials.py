@@ -70,14 +70,10 @@ class Trial:
 
 
 class Trials:
-    """The trials of a converted model by shapes and mode.
+    """The trials of a converted model by shapes and mode."""
 
-    Args:
-        clock: returns a timestamp of a device, see now().
-    """
-
-    def __init__(self, clock: Callable[[torch.device], Any] | None = None) -> None:
-        self.clock = clock or now
+    def __init__(self) -> None:
+        self.clock: Callable[[torch.device], Any] = now
         self.trials: dict[tuple, Trial] = {}
         self.own_calls = 0  # calls that ran the user's own code
 

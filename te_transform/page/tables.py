@@ -43,10 +43,10 @@ def tables(fused: Sequence[Places], refused: Sequence[Places]) -> str:
     )
 
 
-def table(name: str, rows: Sequence[Mapping[str, str]], numbers: Iterable[str] = _NUMBER_COLUMNS) -> str:
+def table(name: str, rows: Sequence[Mapping[str, str]]) -> str:
     """Return an HTML table without empty columns. Each row maps names of columns to HTML cells."""
     columns = [column for column in rows[0] if any(row[column] for row in rows)]
-    styles = {column: " class=count" * (column in numbers) for column in columns}
+    styles = {column: " class=count" * (column in _NUMBER_COLUMNS) for column in columns}
     head = "".join(f'<th{styles[column]} scope="col">{column}</th>' for column in columns)
     lines = [
         "".join(f'<td{styles[column]} data-name="{column}">{row[column]}</td>' for column in columns)

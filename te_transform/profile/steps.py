@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity
 from torch.profiler import profile as profiler
 
 from te_transform.execution.attach import runners
-from te_transform.execution.timing import scalar_of
+from te_transform.execution.timing import scalar_of, wait_for_gpu
 from te_transform.execution.trials import graphs_only
 from te_transform.graph.inputs import Inputs, TraceError
 from te_transform.graph.preserve import preserved
@@ -134,23 +134,15 @@ class _Steps:
         args, kwargs = sample.clone()
         for parameter in self.trained:
             parameter.grad = None
-        self._wait()
+        wait_for_gpu()
         start = time.perf_counter()
         try:
             with within or nullcontext(), torch.set_grad_enabled(bool(self.trained)):
                 out = self.model(*args, **kwargs)
-                if self.trained:
-                    self._backward(scalar_of(out))
+                if self.trained and (loss := scalar_of(out)).requires_grad:
+                    loss.backward()
                 del out
-                self._wait()
+                wait_for_gpu()
         except Exception as error:
             raise TraceError.of(self.model, sample, error) from error
         return time.perf_counter() - start
-
-    def _backward(self, loss: Tensor) -> None:
-        if loss.requires_grad:
-            loss.backward()
-
-    def _wait(self) -> None:
-        if self.on_gpu:
-            torch.cuda.synchronize()

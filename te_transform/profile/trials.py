@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from te_transform.execution.timing import wait_for_gpu
+
 log = logging.getLogger(__name__)
 
 _DTYPES = {
@@ -91,14 +93,10 @@ class Replacements:
         return times[True] / times[False]
 
     def _seconds(self, function: Callable[..., Tensor], tensors: list[Tensor], backward: bool) -> float:
-        self._wait()
+        wait_for_gpu()
         start = time.perf_counter()
         out = function(*tensors)
         if backward:
             torch.autograd.grad(out, tensors, torch.ones_like(out))
-        self._wait()
+        wait_for_gpu()
         return time.perf_counter() - start
-
-    def _wait(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
