@@ -76,8 +76,8 @@ class Replayed:
         lies = graphs.inputs.keep_addresses(arguments)
         if not lies:
             self.function.note(
-                "a graph of a divided model runs without CUDA graphs, because its parameters have other "
-                "addresses than in the recording: change them in place, as copy_() and load_state_dict() do"
+                "a graph of a divided model runs without CUDA graphs, because its parameters have moved "
+                "since the recording: change them in place, as copy_() and load_state_dict() do"
             )
         return lies
 
@@ -222,17 +222,13 @@ def _record_and_compare(
             found += recorded.backward([seeds.get(place) for place in recorded.outputs.tensors])
         off = [*map(distance, found, expected)]
         del found
-    why = _beyond_rounding(function, signature, held, seeds, expected, off)
+    rerun = partial(_distances, function, signature, held, seeds, expected)
+    why = _beyond_rounding(function, rerun, off)
     return (recorded if why is None else None), why
 
 
 def _beyond_rounding(
-    function: Function,
-    signature: CallSignature,
-    held: list[Any],
-    seeds: Mapping[int, Tensor],
-    expected: Sequence[Any],
-    off: Sequence[float],
+    function: Function, rerun: Callable[[], list[float]], off: Sequence[float]
 ) -> str | None:
     """Return a sentence if a result of a recording differs from the function by more than rounding, or None.
 
@@ -243,8 +239,7 @@ def _beyond_rounding(
     for _ in range(REPEATS):
         if function.agreed(_too_far(off, allowed)) is None:
             return None
-        again = [2 * each for each in _distances(function, signature, held, seeds, expected)]
-        allowed = [*map(max, allowed, again)]
+        allowed = [*map(max, allowed, [2 * each for each in rerun()])]
     return function.agreed(_too_far(off, allowed))
 
 
