@@ -18,8 +18,8 @@ def refuse(norm: Operation | None = None, normalized: fx.Node | None = None) -> 
     if norm is None:
         yield (
             f"the linear reads a written-out norm that ends in {called(normalized)}, but LayerNormLinear "
-            "supports only LayerNorm and RMSNorm with one scale and one bias: call F.layer_norm or "
-            "F.rms_norm with them if the mathematics allows"
+            "needs LayerNorm or RMSNorm: call F.layer_norm or F.rms_norm with its scale and bias, if the "
+            "math allows"
         )
 
 

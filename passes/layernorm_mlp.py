@@ -130,8 +130,7 @@ def _of_functions(backend, fc1: Operation, fc2: Operation, functions: tuple[str,
     elif not others and not leads_elsewhere(fc1.node, fc2.node):
         yield (
             f"the first linear's outputs go through {', '.join(functions)} before the second linear, but "
-            "LayerNormMLP has one activation of all outputs, or of one half times the other half: no kernel "
-            "supports others"
+            "LayerNormMLP has one activation, of all or half of them: no kernel supports others"
         )
 
 
@@ -140,12 +139,12 @@ def _of_factors(fc1: fx.Node, fc2: fx.Node) -> Iterator[str]:
     if len(fc1.users) == 1 and _is_multiple(next(iter(fc1.users))):
         yield (
             "the first linear's outputs are multiplied by a number before the activation, but LayerNormMLP "
-            "has no factor there: multiply the stored weight and bias of the first linear by the number"
+            "has no factor: multiply the linear's stored weight and bias"
         )
     if _is_multiple(fc2.args[0]):
         yield (
             "the activation is multiplied by a number before the second linear, but LayerNormMLP has no "
-            "factor there: multiply the stored weight of the second linear by the number"
+            "factor: multiply the linear's stored weight"
         )
 
 

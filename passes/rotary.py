@@ -86,8 +86,8 @@ def _refuse_missing_angles(cos: fx.Node, sin: fx.Node) -> Iterator[str | None]:
     names = [called(node) for node in (*between, *more) if node.target not in (torch.unsqueeze, ops.cast)]
     if any(map(is_model_tensor, (of_cos, of_sin))):
         yield (
-            "the cosines and sines are stored, but the kernel computes them from angles: store the angles in "
-            "float32, and take cos and sin of them in the forward"
+            "the cosines and sines are stored, but the kernel reads angles: store the angles in float32, and "
+            "take cos and sin of them in the forward"
         )
     elif "placeholder" in (of_cos.op, of_sin.op):
         yield None  # a block gets them from its model; another capture covers the whole model
@@ -98,14 +98,14 @@ def _refuse_missing_angles(cos: fx.Node, sin: fx.Node) -> Iterator[str | None]:
         )
     elif of_cos.args[0] is not of_sin.args[0]:
         yield (
-            "cosines and sines are taken of two tensors, but the kernel takes one tensor of angles: assign "
-            "the angles to one variable, and take cos and sin of it"
+            "cosines and sines are taken of two tensors, but the kernel reads one: assign the angles to one "
+            "variable, and take cos and sin of it"
         )
     elif names:
         yield (
             f"the cosines and sines go through {', '.join(dict.fromkeys(names))} before the rotation, but "
-            "the kernel computes them from angles, with one factor for both: apply these operations to the "
-            "angles, before cos and sin"
+            "the kernel reads angles and one factor: apply these operations to the angles, before cos and "
+            "sin"
         )
     else:
         yield (

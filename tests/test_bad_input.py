@@ -287,8 +287,8 @@ def test_a_copy_that_lacks_what_the_forward_reads_asks_for_inplace():
         te_transform.convert(model, X)
     assert str(raised.value) == (
         "expected a copy that runs like the original, got AttributeError: 'Slotted' object has no attribute "
-        "'scale' from the copy of Slotted: copy.deepcopy() leaves out what the forward reads, as it does "
-        "with __slots__; pass inplace=True"
+        "'scale' from the copy of Slotted: copy.deepcopy() leaves out what the forward reads, such as "
+        "__slots__; pass inplace=True"
     )
     expected = model(X)
     assert torch.equal(te_transform.convert(model, X, inplace=True)(X), expected)
@@ -687,7 +687,7 @@ def test_rules_that_are_none_are_refused_and_those_that_ask_too_much_are_named()
         with pytest.raises(OptionError, match=f"expected .* for {field} of the rule .*, got "):
             te_transform.convert(tiny(), X, passes=(replace(linear, **{field: value}),))
     for refuse, told in {
-        lambda lin: (): "got 'lin'; give a default to roles that only some alternatives have",
+        lambda lin: (): "got 'lin'; give a default to roles of only some alternatives",
         lambda: "no": "expected an iterator of reasons from refuse() of the rule 'linear', got 'no'",
         lambda: [3]: "expected sentences from refuse() of the rule 'linear', got 3",
         lambda: (

@@ -326,7 +326,7 @@ def test_verify_two_factories(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("more", "sentence"),
     [
-        ([], "pass names=, a mapping from names of the first"),
+        ([], "pass names=, which maps the first's names"),
         (["--names", "norm"], "expected OLD=NEW for --names, got 'norm'"),
         (["--recipe", "fp8-delayed"], "expected no options of a conversion with --against"),
         (["--against", "models_of_mine:on_meta"], "got parameters on the meta device in the second model"),

@@ -401,7 +401,7 @@ BAD_BATCHES = {
     "expected to tell the sequence dimension of hidden": {"ids": ids(), "hidden": torch.ones(3, 32, 32)},
     "expected to tell the sequence dimension of classes": {"ids": ids(32), "classes": torch.ones(32)},
     "expected to tell the sequence dimension of time_first": {"ids": ids(), "time_first": torch.ones(32, 3)},
-    "expected sequences whose lengths their shapes have, got cu_seqlens_q [4], which says how": {
+    "expected sequences whose lengths their shapes have, got cu_seqlens_q [4] with the uncut": {
         "input_ids": ids(), "cu_seqlens_q": torch.arange(4)
     },
     "got cu_seq_lens_k [4]": {"input_ids": ids(), "cu_seq_lens_k": torch.arange(4)},

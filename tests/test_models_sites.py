@@ -20,7 +20,7 @@ from tests.zoo import CASES, seeded, zero_dropout
 DROPPED = "a dropout of 0.1 precedes the second linear, but LayerNormMLP has no dropout there: set it to 0"
 HANDED_OUT = (
     "the attention's scores or probabilities are also read by mean, but fused attention does not return "
-    "them: let nothing else read them, for example with need_weights=False or output_attentions=False"
+    "them: pass need_weights=False or output_attentions=False, or let nothing else read them"
 )
 # The tables: how many sites of each rule are fused, and (rule, reasons ...) -> where it is refused
 

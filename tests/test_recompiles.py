@@ -102,9 +102,7 @@ def test_the_report_names_the_value_and_the_line() -> None:
     converted = te_transform.convert(model, X, inplace=True)
     for _ in range(CALLS):
         torch.testing.assert_close(converted(X), twin(X))
-    (note,) = (
-        note for note in te_transform.report(converted).notes if "got a new value in each call" in note
-    )
+    (note,) = (note for note in te_transform.report(converted).notes if "got a new one in each call" in note)
     assert "self.seen" in note
     assert "test_recompiles.py:" in note
 

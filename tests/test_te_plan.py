@@ -100,12 +100,12 @@ BIAS = (
 )
 HANDED_OUT = (
     "the attention's scores or probabilities are also read by mean, but fused attention does not return "
-    "them: let nothing else read them, for example with need_weights=False or output_attentions=False"
+    "them: pass need_weights=False or output_attentions=False, or let nothing else read them"
 )
 
 MERGED = (
-    "the first linear is merged with others that read the same norm, but LayerNormMLP needs a linear of its "
-    "own: give the MLP its own norm, if you can retrain"
+    "the first linear is merged with others of the same norm, but LayerNormMLP needs its own linear: give "
+    "the MLP its own norm, if you can retrain"
 )
 REFUSED = {
     "t5": {
@@ -284,8 +284,8 @@ def odd(rows: int, columns: int, multiple: int = 16) -> str:
 
 
 HEAD = (
-    "it computes the model's output, but FP8 would round the output itself rather than terms of a later sum: "
-    "name it in a te_transform.PrecisionPlan to run it in FP8"
+    "it computes the model's output, but FP8 would round the output itself, not terms of a sum: name it in a "
+    "te_transform.PrecisionPlan to run it in FP8"
 )
 HEADS = {
     "bert": "cls.predictions.decoder",

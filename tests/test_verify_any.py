@@ -303,7 +303,7 @@ WRONG_FUNCTIONS = {
     ),
     "none": (
         None,
-        "in the second only, and q.weight, .* in the first only; pass names=, a mapping .* or weights=, a ",
+        "in the second only, and q.weight, .* in the first only; pass names=, which maps .* or weights=, ",
     ),
 }
 

@@ -123,9 +123,8 @@ def _too_narrow(model: nn.Module) -> str | None:
     widest = max((parameter.shape[1] for parameter in model.parameters() if parameter.dim() == 2), default=0)
     if widest < MIN_WIDTH:
         return (
-            f"no linear of the model has more than {widest} input features, and below {MIN_WIDTH} "
-            "Transformer Engine's launches cost more than its bf16 kernels save: pass backend='te' or a "
-            "recipe to use it anyway"
+            f"no linear has more than {widest} input features, and below {MIN_WIDTH} Transformer Engine's "
+            "launches cost more than its kernels save: pass backend='te' or a recipe"
         )
     return None
 

@@ -37,9 +37,9 @@ def sole_owners_needed(names: Sequence[str]) -> str:
     """Return the report's sentence on parameters that stay because their memory has other holders."""
     shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
     return (
-        f"expected parameters with memory of their own, got {shown}, whose memory something else holds too "
-        "(a storage, a view, an array, a file or another process): they stay there, and each call joins them "
-        "by a copy; drop what holds the memory before convert(), or pass inplace=False"
+        f"expected parameters with memory of their own, got {shown}, which a storage, a view, an array, a "
+        "file or another process holds too; drop the holder before convert(), or pass inplace=False. Until "
+        "then, each call joins them by a copy"
     )
 
 

@@ -144,8 +144,8 @@ def fails_captured(
     if original is not None and takes(original, model):
         raise ModelError(
             f"expected a copy that runs like the original, got {in_a_line(raised)} from the copy of "
-            f"{type(model).__name__}: copy.deepcopy() leaves out what the forward reads, as it does with "
-            "__slots__; pass inplace=True"
+            f"{type(model).__name__}: copy.deepcopy() leaves out what the forward reads, such as __slots__; "
+            "pass inplace=True"
         ) from error
     raise error
 

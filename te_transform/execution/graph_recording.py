@@ -243,8 +243,8 @@ def _check_unchanged(noted: Sequence[tuple[Tensor, int, int]]) -> None:
         if tensor.data_ptr() != place:
             raise RuntimeError(
                 f"expected a tensor of shape {list(tensor.shape)} at the address of the forward, got a new "
-                "address before the backward, which is a CUDA graph and reads the old one; assign to .data "
-                "after the backward, or convert the model with graphs=False"
+                "one before the backward of a CUDA graph; assign to .data after the backward, or convert "
+                "with graphs=False"
             )
 
 

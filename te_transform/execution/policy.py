@@ -21,8 +21,8 @@ from te_transform.execution.call_context import Mode, mode_of
 from te_transform.graph.nodes import called, replaced_function
 
 CHECKPOINTED = (
-    "activation checkpoints are on in the forward and the model has no list of blocks to capture one by one: "
-    "with checkpoints, it runs the user's own code"
+    "activation checkpoints are on in the forward and the model has no list of blocks: with checkpoints, it "
+    "runs the user's own code"
 )
 
 CHECKPOINTED_INSIDE = (

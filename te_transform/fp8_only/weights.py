@@ -209,7 +209,7 @@ class View(_WithoutMemory):
 
 _LOST = (
     "expected a write to the weight, got {} on a view of an FP8-only weight, which is a copy; use "
-    "weight[index] = values or weight.copy_(values), or te_transform.revert() the model first"
+    "weight[index] = values, weight.copy_(values) or te_transform.revert()"
 )
 
 _FROZEN = (

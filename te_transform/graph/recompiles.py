@@ -142,6 +142,6 @@ class _FailedGuard:
     def sentence(self) -> str:
         at = f" ({self.line})" if self.line else ""
         return (
-            f"expected a constant value of {self.subject}, which the forward reads{at}, got a new value in "
-            "each call: such calls run the user's own code; store the value in a buffer to fuse them"
+            f"expected a constant value of {self.subject}, which the forward reads{at}, got a new one in "
+            "each call, which runs the user's own code; store it in a buffer"
         )

@@ -19,8 +19,8 @@ from torch._dynamo.variables.misc import DebuggingVariable
 from torch.nn.modules import transformer
 
 _ASKS = (
-    "nn.TransformerEncoder and Decoder read the values of a mask to check if it is causal, and the result of "
-    "these layers or of this mask dtype depends on the check; pass is_causal, or tgt_is_causal to a decoder"
+    "nn.TransformerEncoder and Decoder read a mask to check if it is causal, on which their result depends; "
+    "pass is_causal, or tgt_is_causal to a decoder"
 )
 _STACKS = ("TransformerEncoder.forward", "TransformerDecoder.forward")
 _LAYERS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)

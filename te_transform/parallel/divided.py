@@ -192,8 +192,8 @@ class Parallel:
         """
         if repeats:
             raise ParallelError(
-                "expected no activation checkpoints in a model that is divided among ranks, got some inside "
-                "its blocks, or around blocks that are in no list; turn them off, or checkpoint whole blocks"
+                "expected no activation checkpoints in a divided model, got some inside its blocks, or "
+                "around blocks in no list; turn them off, or checkpoint whole blocks"
             )
         with self._replaced(modules, lambda divided, held: held.full_tensor()):
             yield
@@ -285,7 +285,6 @@ def check_random(ranks: Ranks) -> None:
     found = gathered(state.numpy().tobytes(), ranks.mesh.get_group())
     if len(set(found)) > 1:
         raise ParallelError(
-            f"expected equal random generators on {ranks.count} ranks, because dropouts read values that all "
-            "ranks share, got different ones; call torch.manual_seed() with the same seed on all ranks of "
-            "this mesh"
+            f"expected equal random generators on {ranks.count} ranks, because dropouts read shared values, "
+            "got different ones; call torch.manual_seed() with the same seed on all ranks of this mesh"
         )

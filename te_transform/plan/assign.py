@@ -102,8 +102,8 @@ def _why_not_fp8(site: Site, path: str, is_head: bool, named: PrecisionPlan, bac
 def _head(is_head: bool) -> Iterator[str]:
     if is_head:
         yield (
-            "it computes the model's output, but FP8 would round the output itself rather than terms of a "
-            "later sum: name it in a te_transform.PrecisionPlan to run it in FP8"
+            "it computes the model's output, but FP8 would round the output itself, not terms of a sum: name "
+            "it in a te_transform.PrecisionPlan to run it in FP8"
         )
 
 

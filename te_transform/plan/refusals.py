@@ -159,7 +159,7 @@ def _read_elsewhere(match: Match, rule: Rule) -> Iterator[str]:
         if read and node in sharing:
             yield (
                 f"the output of the {called(node)} is also read by {', '.join(read)} before the other inputs "
-                "exist, but the fused module needs all of its inputs first: move that read after the linear"
+                "exist, but the fused module needs them all: move that read after the linear"
             )
         elif read and node.target is ops.linear and all(user.target is ops.columns for user in others):
             yield from _shared_columns(node)
@@ -216,13 +216,13 @@ def _shared_columns(product: fx.Node) -> Iterator[str]:
     """Yield the reason for an MLP whose first linear has columns that another operation reads."""
     if "merged" in product.meta:
         yield (
-            "the first linear is merged with others that read the same norm, but LayerNormMLP needs a linear "
-            "of its own: give the MLP its own norm, if you can retrain"
+            "the first linear is merged with others of the same norm, but LayerNormMLP needs its own linear: "
+            "give the MLP its own norm, if you can retrain"
         )
     else:
         yield (
-            "the columns of the linear are read by more than a gate and its product, but LayerNormMLP needs "
-            "a linear with only these columns: give the MLP its own linear and norm, if you can retrain"
+            "the linear has columns beside a gate and its product, but LayerNormMLP needs only these: give "
+            "the MLP its own linear and norm, if you can retrain"
         )
 
 
@@ -260,9 +260,8 @@ def cut(operations: Collection[fx.Node]) -> Iterator[str]:
         found = (called(node).lstrip("_") for node in graph.nodes if node.meta.get("region", 0) in barriers)
         names = dict.fromkeys(found) or ["an in-place operation"]  # whose result nothing reads
         yield (
-            f"the model calls {', '.join(names)} between these operations (a write, or a "
-            "change of gradient mode or autocast), but the fused module runs all of them at once: call it "
-            "before or after them"
+            f"the model calls {', '.join(names)} between these operations (a write, or a change of mode), "
+            "but the fused module is one call: move it before or after them"
         )
 
 

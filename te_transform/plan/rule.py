@@ -232,8 +232,8 @@ def ask(rule: Rule, what: Literal["refuse", "build"], known: dict[str, Any]) -> 
     if missing := [name for name in wanted if name not in known]:
         raise RuleError(
             f"expected parameters of {what}() of the rule {rule.name!r} to be roles of its pattern or "
-            f"options ({', '.join(known)}), got {missing[0]!r}; give a default to roles that only some "
-            "alternatives have"
+            f"options ({', '.join(known)}), got {missing[0]!r}; give a default to roles of only some "
+            "alternatives"
         )
     try:
         found = function(**{name: known[name] for name in wanted})

@@ -53,7 +53,7 @@ def _reasons(path: list[fx.Node]) -> Iterator[str]:
     if others:
         yield (
             f"the attention has {', '.join(others)} between its two products, but fused attention has only a "
-            "scale, a mask that is added or filled in, a softmax and a dropout: no kernel supports more"
+            "scale, a mask, a softmax and a dropout: no kernel supports more"
         )
     dims = {node.args[1] for node in path if node.target is torch.softmax}
     if not others and dims != {-1}:
@@ -64,16 +64,16 @@ def _reasons(path: list[fx.Node]) -> Iterator[str]:
     factors = [node for node in path if node.target in (torch.mul, torch.div)]
     if any(all(map(is_tensor_node, node.args)) for node in factors):
         yield (
-            "the attention's scores are multiplied by a tensor, but fused attention needs a number as its "
-            "scale: multiply the queries by the tensor, or add the tensor if it is a mask"
+            "the attention's scores are multiplied by a tensor, but fused attention needs a number: multiply "
+            "the queries by it, or add it if it is a mask"
         )
     inner = [node for node in path if {*path}.intersection(node.users)]  # all nodes but the last product
     users = {user for node in inner for user in node.users} - {*path}
     if read := readers(user for user in users if user.op == "output" or is_tensor_node(user)):
         yield (
             f"the attention's scores or probabilities are also read by {', '.join(read)}, but fused "
-            "attention does not return them: let nothing else read them, for example with need_weights=False "
-            "or output_attentions=False"
+            "attention does not return them: pass need_weights=False or output_attentions=False, or let "
+            "nothing else read them"
         )
     if len({node.meta.get("region") for node in path}) > 1:
         yield from _written_in_between(path)

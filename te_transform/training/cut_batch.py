@@ -91,9 +91,9 @@ class Cutter:
             return _check_dims(path, tensor, declared, size)
         if _SIZES.search(name) and tensor.dim() < 2:
             raise CurriculumError(
-                f"expected sequences whose lengths their shapes have, got {path} {[*tensor.shape]}, which "
-                f"says how long the uncut ones are; drop {path} from the batch, or cut samples before they "
-                f"are packed, or pass dims={{{name!r}: ()}} to leave it alone"
+                f"expected sequences whose lengths their shapes have, got {path} {[*tensor.shape]} with the "
+                f"uncut lengths; drop it, cut samples before they are packed, or pass dims={{{name!r}: ()}} "
+                "to leave it alone"
             )
         found = _sequence_dims(name, tensor.shape, rows, size)
         if found is None:

@@ -44,8 +44,8 @@ class Layout:
             missing = f", and {some(left)} in the first only" if left else ""
             raise ValueError(
                 f"expected the same weights in both models, got {some(self._unmatched)} in the second "
-                f"only{missing}; pass names=, a mapping from names of the first to names of the second, or "
-                "weights=, a function that makes the second's state dict from the first's"
+                f"only{missing}; pass names=, which maps the first's names to the second's, or weights=, "
+                "which makes the second's state dict"
             )
 
     @cached_property
@@ -133,8 +133,8 @@ class Layout:
             elif theirs[new].is_floating_point():
                 raise ValueError(
                     f"expected weights of one shape, got {list(tensor.shape)} for {name} in the first model "
-                    f"and {list(theirs[new].shape)} for {new} in the second; pass weights=, a function that "
-                    "makes the second's state dict from the first's"
+                    f"and {list(theirs[new].shape)} for {new} in the second; pass weights=, which makes the "
+                    "second's state dict"
                 )
         return made
 

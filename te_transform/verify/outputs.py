@@ -114,8 +114,8 @@ def check_outputs(models: tuple[nn.Module, nn.Module], first: Any, second: Any) 
             for model, tensors in zip(models, found, strict=True)
         )
         raise ValueError(
-            f"expected outputs with the same names, or as many of them, got {one} and {other}; wrap one of "
-            "the models in a module that returns what the other one returns"
+            f"expected outputs with the same names or number, got {one} and {other}; wrap one model in a "
+            "module that returns what the other returns"
         )
 
 

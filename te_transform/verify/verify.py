@@ -134,8 +134,8 @@ def _check_models(model: nn.Module, converted: nn.Module, has_layout: bool) -> N
     for which, each in (("first", model), ("second", converted)):
         if any(parameter.is_meta for parameter in each.parameters()):
             raise ValueError(
-                f"expected weights to compare, got parameters on the meta device in the {which} model; move "
-                "it by to_empty(device=...) and load its weights first, or remove the hooks that load them"
+                f"expected weights to compare, got parameters on the meta device in the {which} model; load "
+                "its weights after to_empty(device=...), or remove the hooks that load them"
             )
     first, second = (any(isinstance(p, DTensor) for p in each.parameters()) for each in (model, converted))
     if first != second:

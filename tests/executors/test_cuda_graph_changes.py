@@ -148,7 +148,7 @@ def test_a_weight_moved_before_the_backward_is_an_error() -> None:
     pair = replayed(Deep)
     out, weight = loss(pair.converted, X), pair.converted.blocks[0].mlp.fc2.weight
     weight.data = weight.data * 2
-    with pytest.raises(RuntimeError, match="address of the forward, got a new address before the backward"):
+    with pytest.raises(RuntimeError, match="address of the forward, got a new one before the backward"):
         out.backward()
 
 

@@ -246,19 +246,19 @@ def barely_filled(model, q, k, v):
 
 
 BETWEEN = (
-    "the attention has {} between its two products, but fused attention has only a scale, a mask that is "
-    "added or filled in, a softmax and a dropout: no kernel supports more"
+    "the attention has {} between its two products, but fused attention has only a scale, a mask, a softmax "
+    "and a dropout: no kernel supports more"
 )
 REFUSES = {
     "weights that are read": (
         weights_read,
         "the attention's scores or probabilities are also read by sum, but fused attention does not return "
-        "them: let nothing else read them, for example with need_weights=False or output_attentions=False",
+        "them: pass need_weights=False or output_attentions=False, or let nothing else read them",
     ),
     "a scale for each head": (
         scaled_by_a_tensor,
-        "the attention's scores are multiplied by a tensor, but fused attention needs a number as its scale: "
-        "multiply the queries by the tensor, or add the tensor if it is a mask",
+        "the attention's scores are multiplied by a tensor, but fused attention needs a number: multiply the "
+        "queries by it, or add it if it is a mask",
     ),
     "a least score": (held, BETWEEN.format("max")),
     "a sink": (with_a_sink, BETWEEN.format("cat, columns")),

@@ -487,8 +487,8 @@ def between(write: Callable[[nn.Module, Tensor], Any]) -> Callable[[], nn.Module
 
 
 CUT = (
-    "the model calls {} between these operations (a write, or a change of gradient mode or autocast), but "
-    "the fused module runs all of them at once: call it before or after them"
+    "the model calls {} between these operations (a write, or a change of mode), but the fused module is one "
+    "call: move it before or after them"
 )
 REFUSES |= {
     "a write to what the first product has made": (

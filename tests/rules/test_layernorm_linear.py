@@ -192,17 +192,16 @@ def read_by_the_bias(model: Written, x: Tensor) -> Tensor:
 
 
 CUT = (
-    "the model calls {} between these operations (a write, or a change of gradient mode or autocast), but "
-    "the fused module runs all of them at once: call it before or after them"
+    "the model calls {} between these operations (a write, or a change of mode), but the fused module is one "
+    "call: move it before or after them"
 )
 BEFORE = (
     "the output of the layer_norm is also read by {} before the other inputs exist, but the fused module "
-    "needs all of its inputs first: move that read after the linear"
+    "needs them all: move that read after the linear"
 )
 WRITTEN_OUT = (
-    "the linear reads a written-out norm that ends in {}, but LayerNormLinear supports only LayerNorm and "
-    "RMSNorm with one scale and one bias: call F.layer_norm or F.rms_norm with them if the mathematics "
-    "allows"
+    "the linear reads a written-out norm that ends in {}, but LayerNormLinear needs LayerNorm or RMSNorm: "
+    "call F.layer_norm or F.rms_norm with its scale and bias, if the math allows"
 )
 
 

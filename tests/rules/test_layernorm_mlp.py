@@ -291,20 +291,20 @@ LEAVE_CASTS = (
     "both: remove the casts"
 )
 MERGED = (
-    "the first linear is merged with others that read the same norm, but LayerNormMLP needs a linear of its "
-    "own: give the MLP its own norm, if you can retrain"
+    "the first linear is merged with others of the same norm, but LayerNormMLP needs its own linear: give "
+    "the MLP its own norm, if you can retrain"
 )
 OTHERWISE = (
     "the first linear's outputs go through silu, mul before the second linear, but LayerNormMLP has one "
-    "activation of all outputs, or of one half times the other half: no kernel supports others"
+    "activation, of all or half of them: no kernel supports others"
 )
 AFTER = (
-    "the activation is multiplied by a number before the second linear, but LayerNormMLP has no factor "
-    "there: multiply the stored weight of the second linear by the number"
+    "the activation is multiplied by a number before the second linear, but LayerNormMLP has no factor: "
+    "multiply the linear's stored weight"
 )
 FIRST = (
     "the first linear's outputs are multiplied by a number before the activation, but LayerNormMLP has no "
-    "factor there: multiply the stored weight and bias of the first linear by the number"
+    "factor: multiply the linear's stored weight and bias"
 )
 MADE_OF = (
     "the activation is made of {}, but LayerNormMLP has only gelu_tanh, quick_gelu, relu, sigmoid, silu, "

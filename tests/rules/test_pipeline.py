@@ -294,8 +294,8 @@ def test_other_readers_of_a_linears_columns_are_a_reason() -> None:
 
     linears = {"fused": tables.linear(H, H + 2 * FFN), "down": tables.linear(FFN, H)}
     why = (
-        "the columns of the linear are read by more than a gate and its product, but LayerNormMLP needs a "
-        "linear with only these columns: give the MLP its own linear and norm, if you can retrain"
+        "the linear has columns beside a gate and its product, but LayerNormMLP needs only these: give the "
+        "MLP its own linear and norm, if you can retrain"
     )
     found = reasons(sites(written(parallel, norm=lambda: nn.LayerNorm(H), **linears)), "layernorm_mlp")
     assert why in found

@@ -430,15 +430,15 @@ WIDENED = (
     "rotated tensor: cast the result to that dtype"
 )
 STORED = (
-    "the cosines and sines are stored, but the kernel computes them from angles: store the angles in "
-    "float32, and take cos and sin of them in the forward"
+    "the cosines and sines are stored, but the kernel reads angles: store the angles in float32, and take "
+    "cos and sin of them in the forward"
 )
 
 
 def behind(names: str) -> str:
     return (
-        f"the cosines and sines go through {names} before the rotation, but the kernel computes them from "
-        "angles, with one factor for both: apply these operations to the angles, before cos and sin"
+        f"the cosines and sines go through {names} before the rotation, but the kernel reads angles and one "
+        "factor: apply these operations to the angles, before cos and sin"
     )
 
 
@@ -519,8 +519,8 @@ REFUSES = {
     "by two factors": (of(by_two_factors), behind("mul")),
     "of two tensors": (
         of(of_two),
-        "cosines and sines are taken of two tensors, but the kernel takes one tensor of angles: assign the "
-        "angles to one variable, and take cos and sin of it",
+        "cosines and sines are taken of two tensors, but the kernel reads one: assign the angles to one "
+        "variable, and take cos and sin of it",
     ),
     "written to in between": (
         of(written_to),

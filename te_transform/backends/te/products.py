@@ -251,8 +251,8 @@ def _needs_gradient(*tensors: Tensor | None) -> bool:
 
 _CALIBRATING = "a first call in FP8, from which delayed scaling takes its scales"
 _ONCE = (
-    "the backward of a product in FP8 is recorded or run again, its kernels keep nothing for a second time: "
-    "convert the model without a recipe, or keep the product out of it by a te_transform.PrecisionPlan"
+    "the backward of an FP8 product is recorded or repeated, but its kernels keep nothing for a second time: "
+    "convert without a recipe, or exclude the product by te_transform.PrecisionPlan"
 )
 
 

@@ -19,8 +19,8 @@ from te_transform.execution.trials import Trials
 _GRAPHS = "captured graphs may run the call"
 
 _NO_STRIDES = (
-    "a nested tensor of layout torch.strided has no sizes to guard, so its calls run the user's own code; "
-    "pass a padded tensor and a padding mask (src_key_padding_mask of nn.TransformerEncoder), or "
+    "a nested tensor of layout torch.strided has no sizes to guard, so its calls run the user's own code. "
+    "Pass a padded tensor and a padding mask (src_key_padding_mask of nn.TransformerEncoder), or "
     "layout=torch.jagged"
 )
 

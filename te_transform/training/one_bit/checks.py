@@ -129,7 +129,7 @@ def agree(parameters: list[nn.Parameter], averaged: list[Tensor], group: dist.Pr
         raise OneBitError(
             f"expected the same {'weights' if shapes_agree else 'parameters'} on every rank, got others; "
             "wrap the model in DistributedDataParallel, which broadcasts them, and leave out "
-            "ZeroRedundancyOptimizer, which gives each rank a part of them to update"
+            "ZeroRedundancyOptimizer, which divides their updates"
         )
     return gradients_agree and bool(own[2])  # zero gradients, as checkpoint loaders set them, prove nothing
 

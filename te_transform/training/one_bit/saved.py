@@ -74,8 +74,8 @@ def errors(states: State, layout: FlatLayout, own: ErrorOwner) -> tuple[Tensor, 
     found = torch.zeros(2, layout.padded, dtype=torch.float32, device=layout.device)
     if foreign := owners(states) - {own, OF_ALL_RANKS}:
         log.warning(
-            "errors of rank %s of %s do not belong to rank %s of %s, and start at zero; call synchronize() "
-            "on all ranks before one state is saved for all, or save state_dict() of each rank for itself",
+            "errors of rank %s of %s do not belong to rank %s of %s, and start at zero. Call synchronize() "
+            "on all ranks before one state is saved for all, or save each rank's own state_dict()",
             *min(foreign), *own,
         )  # fmt: skip
     for parameter in (p for p in layout.parameters if ERRORS in states.get(p, {})):
