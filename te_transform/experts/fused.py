@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, fx
 
 from te_transform.backends.op import FusedOp, StepMemory
-from te_transform.backends.plain.products import GATES
+from te_transform.backends.plain.products import GATES, gate_times
 from te_transform.backends.tracing import transformed
 from te_transform.experts.groups import of_groups
 from te_transform.graph import ops
@@ -78,9 +78,7 @@ class Experts(FusedOp):
             return activate(hidden)
         first, second = (hidden[..., ::2], hidden[..., 1::2]) if self.gated == PAIRS else hidden.chunk(2, -1)
         gate, beside = (second, first) if self.gated == GATES[2] else (first, second)
-        if self.limit is not None:
-            gate, beside = gate.clamp(max=self.limit), beside.clamp(-self.limit, self.limit)
-        return activate(gate) * (beside + self.offset if self.offset else beside)
+        return gate_times(activate, gate, beside, self.limit, self.offset)
 
     def step_memory(self, *arguments: fx.Node) -> StepMemory:
         """Predict the memory of a training step.

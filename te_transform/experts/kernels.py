@@ -35,17 +35,9 @@ class KernelExperts(Experts):
             return super().forward(*arguments)
         return differentiable_twice(self._by_kernels, super().forward, arguments)
 
-    def _by_kernels(
-        self,
-        x: Tensor,
-        experts: Tensor,
-        weights: Tensor,
-        fc1_weight: Tensor,
-        fc2_weight: Tensor,
-        _: torch.dtype,
-        fc1_bias: Tensor | None = None,
-        fc2_bias: Tensor | None = None,
-    ) -> Tensor:
+    def _by_kernels(self, *arguments: Any) -> Tensor:
+        x, experts, weights, fc1_weight, fc2_weight, _, *biases = arguments
+        fc1_bias, fc2_bias = biases or (None, None)
         order, places, groups, ends = routed(experts, len(fc1_weight))
         places = places.view_as(experts)
         rows = ops.grouped_mm(Sent.apply(x, order, places), fc1_weight, ends)

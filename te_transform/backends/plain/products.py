@@ -83,10 +83,22 @@ def activated(activation: str, hidden: Tensor, gate: int = 0) -> Tensor:
     halves = hidden.chunk(2, dim=-1)
     first, other = halves[gate], halves[1 - gate]
     if (clamp := clamp_of(activation)) is None:
-        return _GATE_FUNCTIONS[activation](first) * other
-    first, other = first.clamp(max=clamp.limit), other.clamp(-clamp.limit, clamp.limit)
+        return gate_times(_GATE_FUNCTIONS[activation], first, other)
     activate = ops.silu if clamp.alpha == SLOPES["silu"] else ops.quick_gelu
-    return activate(first) * (other + clamp.glu_linear_offset if clamp.glu_linear_offset else other)
+    return gate_times(activate, first, other, clamp.limit, clamp.glu_linear_offset)
+
+
+def gate_times(
+    activate: Callable[[Tensor], Tensor],
+    gate: Tensor,
+    other: Tensor,
+    limit: float | None = None,
+    offset: float = 0.0,
+) -> Tensor:
+    """Return activate(gate) * (other + offset), with both factors clamped as in Clamp if there is a limit."""
+    if limit is not None:
+        gate, other = gate.clamp(max=limit), other.clamp(-limit, limit)
+    return activate(gate) * (other + offset if offset else other)
 
 
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
