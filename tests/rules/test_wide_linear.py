@@ -44,7 +44,8 @@ def computed(model: Written, x: Tensor) -> Tensor:
 
 
 def of(function) -> Make:
-    parts = {"weight": lambda: nn.Parameter(torch.zeros(4, WIDTH)), "bias": lambda: nn.Parameter(torch.zeros(4))}
+    sizes = {"weight": (4, WIDTH), "bias": (4,)}
+    parts = {name: lambda size=size: nn.Parameter(torch.zeros(size)) for name, size in sizes.items()}
     return lambda: written(function, **parts)().to(BF16)
 
 
