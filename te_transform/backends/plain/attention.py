@@ -91,7 +91,7 @@ class DotProductAttention(FusedOp):
         # PyTorch's attention has these limits:
         # - Without queries or keys, the mask gets no gradient, and the result is NaN in all batches.
         # - If a mask of finite numbers masks a whole row, the gradients of fused kernels are wrong (torch
-        # 2.13). The number of keys is rounded away in the log-sum-exp by which they normalize.
+        #   2.13). The number of keys is rounded away in the log-sum-exp by which they normalize.
         # - GPU kernels refuse a mask of another dtype, and under autocast the mask is rounded to 16 bits.
         nothing = query.numel() * key.numel() == 0
         if self.written_out and (transformed() or nothing or _is_unsupported(query, given)):
