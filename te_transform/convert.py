@@ -24,11 +24,12 @@ from te_transform.execution import timing
 from te_transform.execution.attach import attach, detach, runner_of
 from te_transform.execution.calibrate import calibrate
 from te_transform.execution.classes import give_classes_back
-from te_transform.execution.console import in_a_line, progress
+from te_transform.execution.console import progress
 from te_transform.execution.first_calls import FirstGraphs, fails_captured, first_calls, traced_otherwise
 from te_transform.execution.fp8_only import dequantize_weights
 from te_transform.execution.runner import Runner
 from te_transform.execution.timing import Timing
+from te_transform.graph.errors import in_a_line, in_full
 from te_transform.graph.inputs import InputError, Inputs, TraceError, as_inputs
 from te_transform.graph.keywords import suggests
 from te_transform.graph.preserve import one_at_a_time, same_random
@@ -301,6 +302,6 @@ def _copy(model: M) -> M:
         unsaved = "".join(f" ({why})" for why in noted(model).unsaved())
         raise ModelError(
             "expected a model that can be copied, to leave the original unchanged, got a "
-            f"{type(model).__name__} that cannot ({type(error).__name__}: {error}){unsaved}; pass "
+            f"{type(model).__name__} that cannot ({in_full(error)}){unsaved}; pass "
             "inplace=True"
         ) from error

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from te_transform.config_file import LoadError
-from te_transform.execution.console import in_a_line, raised_at
+from te_transform.graph.errors import in_a_line, in_full, raised_at
 from te_transform.graph.inputs import Inputs
 from te_transform.plan.model import check_module
 from te_transform.pretrained import from_config
@@ -116,8 +116,8 @@ def imported(name: str) -> Any:
             found = getattr(found, attribute)
     except (Exception, SystemExit) as error:  # importing runs the user's code
         raise LoadError(
-            f"expected package.module:factory that can be imported, got {name!r} ({type(error).__name__}: "
-            f"{error}){raised_at(error)}; name the module as in an import statement"
+            f"expected package.module:factory that can be imported, got {name!r} "
+            f"({in_full(error)}){raised_at(error)}; name the module as in an import statement"
         ) from error
     return found
 

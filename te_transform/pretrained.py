@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from te_transform.config_file import ConfigFile, LoadError, read_config
+from te_transform.graph.errors import in_full, message_of
 
 _WEIGHT_FILES = (
     "*.safetensors",
@@ -73,8 +74,8 @@ def from_config(
 
 def _first_paragraph(error: Exception) -> str:
     """Return the class of an error and the first paragraph of its message: transformers adds more."""
-    paragraph, *_ = str(error).partition("\n\n")
-    return f"{type(error).__name__}: {' '.join(paragraph.split())}"
+    paragraph, *_ = in_full(error).partition("\n\n")
+    return " ".join(paragraph.split())
 
 
 def config_of(path: Path) -> Path:
@@ -207,8 +208,8 @@ def _set_layers(config: Any, layers: int) -> None:
         text.num_hidden_layers = layers
     except NotImplementedError as error:  # the config has several numbers of layers
         raise LoadError(
-            f"expected a config with one number of layers, got a {type(config).__name__} ({error}); edit the "
-            "config"
+            f"expected a config with one number of layers, got a {type(config).__name__} "
+            f"({message_of(error)}); edit the config"
         ) from error
     for name in ("decoder_layers", "num_decoder_layers"):
         if hasattr(text, name):

@@ -89,6 +89,28 @@ class Exits(Block):
     def forward(self, x):
         raise SystemExit(0)
 
+class Stop(BaseException):
+    pass
+
+class Stops(Block):
+    def forward(self, x):
+        raise Stop("enough")
+
+def stops():
+    raise Stop("enough")
+
+class Unreadable(Exception):
+    def __str__(self):
+        raise ValueError
+
+class Fails(Block):
+    def forward(self, x):
+        raise Unreadable
+
+class FailsInTrain(Block):
+    def train(self, mode=True):
+        raise Unreadable
+
 def lazy():
     return nn.LazyLinear(16)
 
@@ -796,7 +818,23 @@ MISTAKES: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     "no number": (lambda folder: ["llama", "--expect", "linear=all"], ", got 'linear=all'"),
     "a forward that exits": (
         lambda folder: ["models_of_mine:Exits", "--input", "2x4x16"],
-        "expected a model that runs, got sys.exit(0) from its code; remove the exit",
+        "expected a model that runs, got SystemExit: 0 at models_of_mine.py:",
+    ),
+    "a forward that raises a BaseException": (
+        lambda folder: ["models_of_mine:Stops", "--input", "2x4x16"],
+        "expected a model that runs, got Stop: enough at models_of_mine.py:",
+    ),
+    "a factory that raises a BaseException": (
+        lambda folder: ["models_of_mine:stops"],
+        "expected a model that runs, got Stop: enough at models_of_mine.py:",
+    ),
+    "an error without a message": (
+        lambda folder: ["models_of_mine:Fails", "--input", "2x4x16"],
+        "Unreadable: its message cannot be read",
+    ),
+    "train() that fails": (
+        lambda folder: ["models_of_mine:FailsInTrain", "--input", "2x4x16"],
+        "expected a model that runs, got Unreadable: its message cannot be read at models_of_mine.py:",
     ),
     "a number beyond int64": (
         lambda folder: ["models_of_mine:two", "--input", f"2x4x16:int64:{2**63}"],
@@ -821,7 +859,7 @@ def test_mistakes_are_said_in_a_line(name: str, folder: Path, capsys: pytest.Cap
     assert told == ""
     assert errors.startswith("te-transform: ")
     assert said in errors
-    assert len(errors.splitlines()) == 1 or name == "no such input"
+    assert len(errors.splitlines()) == 1 or name in ("no such input", "an error without a message")
 
 
 USAGE: list[list[str]] = [

@@ -1,5 +1,7 @@
 """A call that the original refuses raises the original's error."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -62,3 +64,41 @@ def test_a_call_that_fails_changes_the_model_once_at_most() -> None:
         model.calls = 0
         assert raised(model, BAD["beyond the table"]) is IndexError
         assert model.calls <= 1
+
+
+class Unreadable(Exception):
+    def __str__(self) -> str:
+        raise ValueError("the error of an error")
+
+
+class Stop(BaseException): ...
+
+
+def fails_later(model: nn.Module, error: type[BaseException]) -> None:
+    te_transform.convert(model, IDS, inplace=True)
+    model.fails = error
+    model(IDS)
+
+
+def fails_at_once(model: nn.Module, error: type[BaseException]) -> None:
+    model.fails = error
+    try:
+        te_transform.convert(model, IDS, inplace=True)
+    except te_transform.TraceError as told:
+        raise told.__cause__ from None
+
+
+@pytest.mark.parametrize("error", [Unreadable, Stop])
+@pytest.mark.parametrize("run", [fails_later, fails_at_once])
+def test_any_error_of_user_code_arrives(run: Callable[..., None], error: type[BaseException]) -> None:
+    class Fails(Words):
+        fails: type[BaseException] | None = None
+
+        def forward(self, ids: Tensor) -> Tensor:
+            if self.fails is not None:
+                raise self.fails
+            return super().forward(ids)
+
+    with pytest.raises(BaseException) as found:  # noqa: PT011
+        run(seeded(Fails), error)
+    assert found.type is error

@@ -21,7 +21,8 @@ from te_transform.command_line.explain import explanation
 from te_transform.config_file import LoadError, read_config
 from te_transform.convert import convert
 from te_transform.execution import timing
-from te_transform.execution.console import in_a_line, status
+from te_transform.execution.console import status
+from te_transform.graph.errors import in_a_line
 from te_transform.graph.inputs import InputError, Inputs, TraceError, invent, positions
 from te_transform.graph.nodes import dtype_name
 from te_transform.inspect import inspect

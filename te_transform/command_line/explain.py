@@ -6,7 +6,7 @@ import inspect as python
 from collections.abc import Iterator
 
 from te_transform.command_line.sentences import refused, told_by, yielded
-from te_transform.execution.console import in_a_line
+from te_transform.graph.errors import in_a_line
 from te_transform.inspect import plans_of
 from te_transform.load import LoadError
 from te_transform.plan import refusals

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from te_transform.config_file import LoadError
+from te_transform.graph.errors import in_a_line, is_from_user_code, message_of, raised_at
 
 WIDTH = 140  # columns of a table without a terminal
 _BATCH = 2
@@ -48,22 +49,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
         named = type(error).__name__ in ("InputError", "TraceError")
         print(f"te-transform: {error}{hint * named}", file=sys.stderr)
         return 2
-    except SystemExit as error:
-        print(
-            f"te-transform: expected a model that runs, got sys.exit({error.code!r}) from its code; remove "
-            "the exit",
-            file=sys.stderr,
-        )
-        return 2
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # for example with `| head`
         sys.stderr.close()
         return 0
     except OSError as error:  # for example a full disk
-        print(f"te-transform: {error}", file=sys.stderr)
+        print(f"te-transform: {message_of(error)}", file=sys.stderr)
         with suppress(OSError):  # else Python flushes at exit, and reports the error again
             sys.stdout.close()
+        return 2
+    except BaseException as error:
+        if isinstance(error, Exception) and not is_from_user_code(error):
+            raise
+        print(
+            f"te-transform: expected a model that runs, got "
+            f"{in_a_line(error)}{raised_at(error)}; correct its code",
+            file=sys.stderr,
+        )
         return 2
 
 

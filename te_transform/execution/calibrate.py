@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from te_transform.backends.fp8.calibration import calibrating
+from te_transform.graph.errors import message_of
 from te_transform.graph.inputs import Inputs
 from te_transform.graph.preserve import preserved
 
@@ -45,7 +46,7 @@ def _backward(loss: Tensor, trained: list[nn.Parameter]) -> None:
     try:  # backward() would call hooks that wait for gradients, in which optimizers may step
         torch.autograd.grad(loss, trained, allow_unused=True)
     except RuntimeError as error:
-        if "checkpoint" not in str(error):
+        if "checkpoint" not in message_of(error):
             raise
         log.warning("gradients are not calibrated: reentrant checkpoints cannot run in a calibration")
 

@@ -24,6 +24,7 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from te_transform.backends.fp8.precision import Precision
 from te_transform.graph.capture import is_capturing, is_compiling_here, is_our_capture
+from te_transform.graph.errors import message_of
 from te_transform.plan.model import CONVERTED, ModelError
 
 log = logging.getLogger(__name__)
@@ -185,8 +186,8 @@ def captured_class(kind: type, skipped: frozenset[str] = frozenset()) -> type:
             )
         except Exception as error:  # from a metaclass, or from the __init_subclass__ of a registry
             raise ModelError(
-                f"expected a class that can be subclassed, got {kind.__name__} ({error}); convert a model "
-                "that holds it, or allow subclasses"
+                f"expected a class that can be subclassed, got {kind.__name__} ({message_of(error)}); "
+                "convert a model that holds it, or allow subclasses"
             ) from error
         _SUBCLASSES[kind, skipped], _ORIGINALS[made] = made, kind
     return _SUBCLASSES[kind, skipped]

@@ -1,15 +1,11 @@
-"""Progress on a terminal, text for logs, and errors in one line."""
+"""Progress on a terminal, and text for logs."""
 
 from __future__ import annotations
 
 import io
-import os
 import sys
-import sysconfig
-import traceback
 from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from typing import Any, TypeVar
 
 from rich.console import Console
@@ -17,9 +13,6 @@ from rich.progress import track
 
 T = TypeVar("T")
 _TEXT_COLUMNS = 110  # columns of as_text()
-# this package, the standard library, installed packages, and code without a file
-_INSTALLED = map(sysconfig.get_path, ("stdlib", "purelib", "platlib"))
-_NOT_THE_USERS = (str(Path(__file__).parents[1]), *_INSTALLED, "<")
 
 
 def progress(items: Collection[T], doing: str) -> Iterator[T]:
@@ -34,22 +27,6 @@ def as_text(shown: Any) -> str:
     console = Console(file=io.StringIO(), legacy_windows=False, **plain)
     console.print(shown)
     return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
-
-
-def in_a_line(error: BaseException) -> str:
-    """Return the class of an error and the first line of its message."""
-    return ": ".join((type(error).__name__, *str(error).splitlines()[:1]))
-
-
-def raised_at(error: BaseException) -> str:
-    """Return " at FILE:LINE" for the line of the user's code that raised an error, "" if there is none."""
-    if isinstance(error, SyntaxError) and error.filename:
-        return f" at {error.filename}:{error.lineno}"
-    frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
-    for file, line in reversed(frames):
-        if not file.startswith(_NOT_THE_USERS):
-            return f" at {os.path.relpath(file)}:{line}"
-    return ""
 
 
 def on_terminal(shown: Any) -> None:

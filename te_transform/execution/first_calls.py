@@ -15,11 +15,12 @@ from torch.utils._pytree import tree_leaves
 
 from te_transform.execution.captured_graph import CapturedGraph, Observer
 from te_transform.execution.classes import own_classes
-from te_transform.execution.console import in_a_line, progress
+from te_transform.execution.console import progress
 from te_transform.execution.distances import distance, rounding
 from te_transform.execution.runner import Runner
 from te_transform.execution.writes import unwritten
 from te_transform.graph.bits import dense_parts
+from te_transform.graph.errors import in_a_line
 from te_transform.graph.inputs import Inputs, TraceError
 from te_transform.graph.preserve import preserved
 from te_transform.plan.match import Plan

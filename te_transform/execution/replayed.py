@@ -21,11 +21,12 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from te_transform.backends.limits import on_kernels_device
 from te_transform.backends.tracing import in_backward, recorded, saving_hooks
-from te_transform.execution.console import in_a_line, status
+from te_transform.execution.console import status
 from te_transform.execution.cuda_graph_pair import noting_waits, stream_now
 from te_transform.execution.distances import distance
 from te_transform.execution.graph_recording import CallSignature, Function, GraphRecording
 from te_transform.execution.rerun import as_it_was, call_on_views, copy_of, gradients_of, trained_among
+from te_transform.graph.errors import in_a_line
 
 log = logging.getLogger(__name__)
 

@@ -51,6 +51,7 @@ from te_transform.execution.policy import (
 )
 from te_transform.graph.bound import bind
 from te_transform.graph.capture import capture, code_of
+from te_transform.graph.errors import in_full
 from te_transform.graph.names import name_as_in
 from te_transform.graph.preserve import preserved, preserving
 from te_transform.plan.assign import put_in_recipe
@@ -261,7 +262,7 @@ class Runner:
             graph = CapturedGraph(made, self)
         except Exception as error:
             log.warning("a graph of the model runs as captured", exc_info=error)
-            self.material.notes.append(f"{type(error).__name__}: {error}")
+            self.material.notes.append(in_full(error))
             return captured.forward
         self.graphs.append(graph)
         held = weakref.ref(graph)  # dynamo never releases the objects that it was given

@@ -29,6 +29,7 @@ from torch._guards import CompileContext
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx._symbolic_trace import is_fx_symbolic_tracing
 
+from te_transform.graph.errors import in_full
 from te_transform.graph.fake import faked
 from te_transform.graph.inputs import Inputs
 from te_transform.graph.questions import guard_questions
@@ -225,7 +226,7 @@ def _is_visible(record: logging.LogRecord) -> bool:
     log.debug("%s", record.getMessage(), exc_info=record.exc_info)
     error = record.exc_info and record.exc_info[1]
     if error and not isinstance(error, TorchDynamoException):  # those are counted, or come from a backend
-        _errors.get().append(f"{type(error).__name__}: {error}")
+        _errors.get().append(in_full(error))
     return False
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from te_transform.graph.content import Content, are_the_same
+from te_transform.graph.errors import in_full
 
 
 class _State(Content):
@@ -213,7 +214,7 @@ def copied(value: Any) -> Content:
     try:
         return Copied(value)
     except Exception as error:
-        return Unsaved(value, f"which cannot be copied ({type(error).__name__}: {error})")
+        return Unsaved(value, f"which cannot be copied ({in_full(error)})")
 
 
 def _copy_of(value: Any) -> Any:

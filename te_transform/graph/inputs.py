@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from te_transform.graph.errors import in_a_line, in_full
 from te_transform.graph.preserve import preserved
 from te_transform.graph.tables import out_of_range
 
@@ -30,8 +31,8 @@ class TraceError(RuntimeError):
 
     @classmethod
     def of(cls, model: nn.Module, inputs: Inputs, error: Exception) -> TraceError:
-        said = str(error).partition("\n\nWhile executing")[0]  # fx appends the location in the graph
-        kind, raised = type(model).__name__, f"{type(error).__name__}: {said}"
+        raised = in_full(error).partition("\n\nWhile executing")[0]  # fx appends the location in the graph
+        kind = type(model).__name__
         if inputs.invented:
             return cls(
                 f"expected example inputs, got none, and {kind} failed on the generated inputs ({inputs}): "
@@ -304,7 +305,7 @@ def _error_of(model: nn.Module, inputs: Inputs) -> str | None:
         with preserved(model), torch.no_grad():
             model(*args, **kwargs)
     except Exception as error:
-        return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        return in_a_line(error)
     return None
 
 

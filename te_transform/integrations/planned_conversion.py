@@ -15,7 +15,8 @@ from te_transform.backends.ranks import gathered, is_first_rank
 from te_transform.check_ranks import RanksError, check_ranks
 from te_transform.convert import convert, revert
 from te_transform.execution.attach import runner_of
-from te_transform.execution.console import in_a_line, on_terminal
+from te_transform.execution.console import on_terminal
+from te_transform.graph.errors import in_a_line
 from te_transform.pipeline import PIPELINE
 from te_transform.plan.options import OptionError, Options
 from te_transform.reporting import report

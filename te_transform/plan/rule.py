@@ -15,6 +15,7 @@ from torch import Tensor, fx, nn
 from te_transform.backends.op import FusedOp
 from te_transform.canonicalize.op import Forms
 from te_transform.graph import ops
+from te_transform.graph.errors import in_full
 from te_transform.graph.nodes import argument, is_model_tensor, path_of, shape_of, value
 from te_transform.graph.pattern import Match, Pattern, Siblings
 
@@ -245,7 +246,7 @@ def ask(rule: Rule, what: Literal["refuse", "build"], known: dict[str, Any]) -> 
 
 
 def _raised(rule: Rule, what: str, error: Exception) -> RuleError:
-    said, needed = f"{type(error).__name__}: {error}", "reasons" if what == "refuse" else "a FusedOp"
+    said, needed = in_full(error), "reasons" if what == "refuse" else "a FusedOp"
     return RuleError(f"expected {needed} from {what}() of the rule {rule.name!r}, got {said}")
 
 

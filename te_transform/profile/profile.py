@@ -13,6 +13,7 @@ from torch import nn
 
 from te_transform.backends.ranks import gathered
 from te_transform.execution.attach import runner_of
+from te_transform.graph.errors import message_of
 from te_transform.graph.inputs import Inputs, as_inputs
 from te_transform.graph.keywords import suggests
 from te_transform.graph.preserve import one_at_a_time, same_random
@@ -126,7 +127,7 @@ def _add_plan(profiled: Profile, model: nn.Module, samples: list[Inputs], found:
         converted = next((module for module in model.modules() if runner_of(module) is not None), None)
         told = inspect(model, samples) if converted is None else report_of(converted)
     except Exception as error:  # convert() refuses models that can be profiled, such as wrapped ones
-        why = " ".join(str(error).split())
+        why = " ".join(message_of(error).split())
         return replace(profiled, notes=(*profiled.notes, f"convert() is not planned: {why}"))
     fallbacks = (f"{count} calls of graphs {why}" for why, count in told.fallbacks.items())
     return replace(

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch._dynamo import config as dynamo
 
 from te_transform.execution.attach import original_forward
+from te_transform.graph.errors import in_full
 from te_transform.graph.inputs import Inputs
 from te_transform.graph.preserve import same_state
 from te_transform.verify.cases import Case, all_rows, rows_of_case
@@ -145,7 +146,7 @@ class AnyPair:
             except Exception as error:  # the user's code may raise anything
                 raise ValueError(
                     f"expected example inputs on which both models run, got {sample}; {type(model).__name__} "
-                    f"raised {type(error).__name__}: {error}"
+                    f"raised {in_full(error)}"
                 ) from error
         check_outputs(self.models, *results)
 

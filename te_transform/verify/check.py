@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from te_transform.execution.captured_graph import CapturedGraph
 from te_transform.execution.lower import lower, reference
+from te_transform.graph.errors import in_full
 from te_transform.graph.inputs import Inputs
 from te_transform.graph.nodes import is_parameter, name_in_model, path_of, value
 from te_transform.graph.preserve import same_random
@@ -136,7 +137,7 @@ class _Pair:
             with torch.enable_grad(), unseen:  # torch.func.grad() does not support hooks
                 rows = judge(self._contenders(held), self._given(held), large=True)
         except Exception as error:  # any error rolls back only this site
-            return f"on its recorded inputs it raised {type(error).__name__}: {error}"
+            return f"on its recorded inputs it raised {in_full(error)}"
         self.site.deviations = tuple(
             Deviation(row.name, row.converted, row.original, row.allowed) for row in rows if row.dtype
         )
@@ -212,7 +213,7 @@ class _Walk(fx.Interpreter):
             try:
                 pair = _Pair.of(plan, site)
             except Exception as error:
-                self.wrong[site] = f"it could not be built on its own, {type(error).__name__}: {error}"
+                self.wrong[site] = f"it could not be built on its own, {in_full(error)}"
                 continue
             if pair.is_same:
                 continue

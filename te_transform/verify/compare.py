@@ -46,6 +46,7 @@ import torch
 from torch import Tensor
 
 from te_transform.backends.limits import ignore_size_limits, whole_logits
+from te_transform.graph.errors import in_full
 from te_transform.graph.inputs import Inputs
 from te_transform.graph.nodes import dtype_name
 from te_transform.verify.replay import Run, Subject, run
@@ -134,7 +135,7 @@ def judge(contenders: Contenders, inputs: Inputs, label: str = "", large: bool =
     try:
         converted = _run_converted(contenders, inputs, own)
     except Exception as error:
-        reason = f"raised {type(error).__name__}: {error}"
+        reason = f"raised {in_full(error)}"
         return [Row(label, "the forward or backward", False, reason=reason)]
     rows, worst = compare(converted, [first], exact, label), first
     for seed in range(NEAR_DRAWS):
@@ -167,7 +168,7 @@ def _run_original(
             return run(subject, inputs, **how)
     except Exception as error:
         place = "in fp64, " if how else ""
-        raise OriginalError(f"{place}{type(error).__name__}: {error}") from error
+        raise OriginalError(f"{place}{in_full(error)}") from error
 
 
 def _run_converted(contenders: Contenders, inputs: Inputs, own: Run) -> Run:

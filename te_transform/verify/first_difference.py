@@ -14,6 +14,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from te_transform.graph.errors import in_full
 from te_transform.graph.inputs import Inputs
 from te_transform.verify.compare import DRAWS, GRADIENT, Row, compare, worst_of
 from te_transform.verify.replay import Run, Subject, run
@@ -62,7 +63,7 @@ class _Raised(Exception):
     """An error of the other model, with the path of the module that raised it."""
 
     def __init__(self, path: str, error: Exception):
-        super().__init__(f"{type(error).__name__}: {error}")
+        super().__init__(in_full(error))
         self.path = path
 
 

@@ -13,7 +13,7 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from te_transform.execution.console import in_a_line, raised_at
+from te_transform.graph.errors import in_a_line, raised_at
 from te_transform.graph.keywords import did_you_mean
 from te_transform.verify.compare import Row
 from te_transform.verify.names import Names, check_names, names_in, plain_name, renaming, some

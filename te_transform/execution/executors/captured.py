@@ -12,6 +12,7 @@ from te_transform.execution.call_context import CallContext
 from te_transform.execution.graph_version import GraphVersion
 from te_transform.execution.lower import is_as_captured, lower_unfused
 from te_transform.execution.pieces import by_layers
+from te_transform.graph.errors import in_full
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +60,7 @@ class Captured:
             return by_layers(lower_unfused(plan, scattered, disabled, rotations=self.has_rotations))
         except Exception as error:
             log.warning("a graph runs as captured in calls of few tokens", exc_info=error)
-            version.tell(f"{type(error).__name__}: {error}")
+            version.tell(in_full(error))
             return by_layers(version.plan.captured)
 
     @cached_property

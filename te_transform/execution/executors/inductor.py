@@ -21,7 +21,7 @@ from torch._inductor import list_mode_options
 
 from te_transform.backends.tracing import compiling
 from te_transform.execution.call_context import CallContext
-from te_transform.execution.console import in_a_line, status
+from te_transform.execution.console import status
 from te_transform.execution.executors.fused import Fused
 from te_transform.execution.graph_version import GraphVersion
 from te_transform.execution.lm_head import head_of
@@ -30,6 +30,7 @@ from te_transform.execution.pieces import Piece
 from te_transform.execution.prepared import Prepared
 from te_transform.execution.specializations import Specializations
 from te_transform.execution.specialize import Precomputed, Specialized
+from te_transform.graph.errors import in_a_line
 from te_transform.graph.marks import marked
 from te_transform.graph.nodes import replaced_function
 from te_transform.plan.options import IN_CUDA_GRAPHS, Options
