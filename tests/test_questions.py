@@ -1,6 +1,7 @@
 """Questions that dynamo folds into a graph without a guard: a later call that answers otherwise is captured
 anew."""
 
+import abc
 import collections
 import contextlib
 import copy
@@ -10,6 +11,8 @@ import operator
 import os
 import sys
 import types
+import typing
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -142,6 +145,16 @@ KEYS = {
         lambda: None,
         lambda m: m.add_module("late", nn.Tanhshrink()),
     ),
+    "a tuple with a module": (
+        lambda m, held, kwargs: held.get((m.product, 1), 1.0),
+        dict,
+        lambda m: put((m.product, 1))(m),
+    ),
+    "a weakly held module": (
+        or_one(lambda m, held, kwargs: held[m.product]),
+        weakref.WeakKeyDictionary,
+        lambda m: put(m.product)(m),
+    ),
     "a dict of the process": (
         lambda m, held, kwargs: SHARED["a"], lambda: None, lambda m: SHARED.update(a=3.0),
     ),
@@ -193,6 +206,16 @@ class Slots:
     __slots__ = ("late",)
 
 
+@typing.runtime_checkable
+class HasLate(typing.Protocol):
+    late: float
+
+
+class Registers(abc.ABC):
+    @abc.abstractmethod
+    def scale(self) -> float: ...
+
+
 def late(model: Model, held: Any, kwargs: dict[str, Any]) -> Any:
     return held.late
 
@@ -236,6 +259,12 @@ ATTRIBUTES = {
     "__getattr__ of a module": (late, lambda: FallsModule(1, 1), set_late),
     "__getattr__ of a module, then a buffer": (
         late, lambda: FallsModule(1, 1), lambda m: m.held._buffers.update(late=torch.tensor(3.0)),
+    ),
+    "of a protocol": (
+        lambda m, held, kwargs: 1.0 + isinstance(held, HasLate), types.SimpleNamespace, set_late,
+    ),
+    "of a protocol, or a number": (
+        lambda m, held, kwargs: 1.0 + isinstance(held, (int, HasLate)), types.SimpleNamespace, set_late,
     ),
     "in vars()": (lambda m, held, kwargs: 1.0 + ("late" in vars(held)), types.SimpleNamespace, set_late),
     "in __dict__, of the model": (
@@ -360,6 +389,39 @@ def test_a_class_may_define_something_else_later(name: str, monkeypatch: pytest.
         monkeypatch.setattr(changed, attribute, later, raising=False)
 
     check(read, Derived(), change)
+
+
+SPECIAL = {  # what the forward asks by a special method that a class does not define yet
+    "__len__": (or_one(lambda m, held, kwargs: 1.0 + len(held), TypeError), lambda self: 2),
+    "__bool__": (lambda m, held, kwargs: 1.0 if held else 2.0, lambda self: False),
+    "__eq__": (lambda m, held, kwargs: 1.0 + (held == 3), lambda self, other: True),
+    "__contains__": (or_one(lambda m, held, kwargs: 1.0 + (3 in held), TypeError), lambda self, key: True),
+    "__getitem__": (or_one(lambda m, held, kwargs: held[0], TypeError), lambda self, key: 3.0),
+    "__add__": (or_one(lambda m, held, kwargs: held + 1, TypeError), lambda self, other: 3.0),
+    "__call__": (lambda m, held, kwargs: 1.0 + callable(held), lambda self: None),
+}
+
+
+@pytest.mark.parametrize("name", SPECIAL)
+def test_a_class_may_define_an_operator_later(name: str) -> None:
+    read, method = SPECIAL[name]
+    check(read, type("Plain", (), {})(), lambda model: setattr(type(model.held), name, method))
+
+
+def test_a_class_may_be_registered_later() -> None:
+    check(
+        lambda m, held, kwargs: 1.0 + isinstance(held, Registers),
+        type("Plain", (), {})(),
+        lambda model: Registers.register(type(model.held)),
+    )
+
+
+def test_a_function_may_have_another_name_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    check(
+        lambda m, held, kwargs: float(len(function.__name__)),
+        None,
+        lambda model: monkeypatch.setattr(function, "__name__", "another name"),
+    )
 
 
 def test_a_class_may_have_another_name_later() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections.abc import Mapping
 from inspect import isfunction
 from typing import Any
 
@@ -48,6 +49,11 @@ def _is_special(name: str) -> bool:
     return name == "forward" or (name.startswith("__") and name not in ("__init__", "__new__"))
 
 
+def _special_names(home: Mapping[str, Any]) -> frozenset[str]:
+    """Return the special methods of a class: a forward may ask for one by an operator, as `len()` or `==`."""
+    return frozenset(filter(_is_special, home))
+
+
 def classes_of(held: Any) -> tuple[type, ...]:
     """Return the classes that attribute lookup on an object or a class searches, in order."""
     return (*held.__mro__, *type(held).__mro__) if isinstance(held, type) else type(held).__mro__
@@ -73,12 +79,15 @@ def _same_classes(builder: Any, guard: Guard, read: dict[tuple[type, str], Any])
     """Build the guard for class attributes after `read` is complete."""
     orders = [(base, found) for (base, name), found in read.items() if name == "__mro__"]
     names = [(vars(base), name, found) for (base, name), found in read.items() if name != "__mro__"]
+    homes = {base: vars(base) for _, order in orders for base in order if _is_users(base, "__call__")}
+    special = [(home, len(home), _special_names(home)) for home in homes.values()]
     codes = [(found, found.__code__) for _, _, found in names if isfunction(found)]
     builder.guard_manager.root.add_lambda_guard(
         lambda _: (
             all(base.__mro__ is found for base, found in orders)
             and all(home.get(name, _MISSING) is found for home, name, found in names)
             and all(found.__code__ is code for found, code in codes)
+            and all(len(home) == size or _special_names(home) == held for home, size, held in special)
         ),
         guards.get_verbose_code_parts(
             [f"classes define the same {sorted({name for _, name, _ in names})}"], guard

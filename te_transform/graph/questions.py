@@ -80,6 +80,8 @@ _CONSTANT = {
 @contextmanager
 def guard_questions() -> Iterator[None]:
     """Add a guard for every question that dynamo folds while it traces in this context."""
+    if _IS_2_13:
+        variables.object_protocol._get_cached_slots.cache_clear()  # classes may have other methods by now
     with ExitStack() as patches:
         for home, name, wrap in _patches():
             patches.enter_context(patch.object(home, name, wrap(getattr(home, name))))
@@ -191,6 +193,14 @@ def _value_of_key(held: Any, key: Any) -> Hashable:
     return held.get(key)
 
 
+def _is_instance(held: Any, classes: Any) -> bool:
+    return isinstance(held, classes)
+
+
+def _value_of_attribute(held: Any, key: str) -> Hashable:
+    return getattr(held, key)
+
+
 def _random_state(held: random.Random) -> Hashable:
     return held.getstate()
 
@@ -245,6 +255,7 @@ def _patches() -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
         for name in of_all:
             if name in vars(tracker):
                 yield tracker, name, _call_after(_guard_all_items)
+    yield dicts.ConstDictVariable, "install_dict_contains_guard", _call_before(_guard_made_key)
     yield lists.CommonListMethodsVariable, "call_method", _call_before(_guard_list_method)
     yield builder.VariableBuilder, "_wrap", _length_limit
     yield UserDefinedClassVariable, "__init__", _call_after(_guard_class)
@@ -269,7 +280,8 @@ def _patches() -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
 
 def _identity_patches() -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
     """Yield the methods that take two objects for one, or for two."""
-    yield BuiltinVariable, "call_function", _call_before(_guard_is)
+    yield BuiltinVariable, "call_function", _call_before(_guard_builtin)
+    yield BuiltinVariable, "call_function", _isinstance
     if _IS_2_13:
         yield variables.object_protocol, "vt_identity_compare", _call_before(_guard_compared)
         yield variables.hashable.HashableTracker, "__init__", _call_after(_guard_hashed)
@@ -436,6 +448,12 @@ def _guard_key(held: Any, key: VariableTracker, ask: Callable[..., Hashable]) ->
         held.install_dict_keys_match_guard()
 
 
+def _guard_made_key(self: Any, _: Any, args: list[VariableTracker]) -> None:
+    """Guard all keys of a dict for a key that the forward makes, such as a tuple of a module and a number."""
+    if args[0].source is None and not args[0].is_python_constant():
+        self.install_dict_keys_match_guard()
+
+
 def _guard_dict_method(self: Any, _: Any, name: str, args: list[VariableTracker], kwargs: Any) -> None:
     is_lookup = self.name == "__dict__" and name in ("get", "__getitem__", "__contains__")
     if is_lookup and args:
@@ -485,9 +503,46 @@ def _guard_numbers(self: Any, guard: Guard, *_: Any, **__: Any) -> None:
         _same_answer(self, guard, _numbers)
 
 
-def _guard_is(self: Any, _: Any, args: Any, kwargs: Any) -> None:
+def _guard_builtin(self: Any, _: Any, args: Any, kwargs: Any) -> None:
     if self.fn in (operator.is_, operator.is_not):
         _guard_compared(*args)
+    elif self.fn is getattr and isinstance(args[0], functions.UserFunctionVariable) and not _IS_2_13:
+        for key in ("__name__", "__module__"):  # folded by PyTorch 2.11
+            if args[1].is_constant_match(key):
+                _guard(args[0], functools.partial(_value_of_attribute, key=key))
+
+
+def _isinstance(own: Callable[..., Any]) -> Callable[..., Any]:
+    """Answer and guard isinstance() by a metaclass: a protocol asks for attributes, ABCs register classes.
+
+    Dynamo asks issubclass() instead, and takes an error for False.
+    """
+
+    @functools.wraps(own)
+    def call(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        if self.fn is isinstance and len(args) == 2 and not kwargs:
+            held, asked = (given.realize() for given in args)
+            if isinstance(held, UserDefinedObjectVariable) and held.source and asked.is_python_constant():
+                classes = asked.as_python_constant()
+                if any(map(_has_own_instances, _classes_in(classes))):
+                    _guard(held, functools.partial(_is_instance, classes=classes))
+                    return ConstantVariable.create(_is_instance(held.value, classes))
+        return own(self, tx, args, kwargs)
+
+    return call
+
+
+def _classes_in(asked: Any) -> Iterator[Any]:
+    """Yield the classes of nested tuples and unions."""
+    if isinstance(asked, tuple):
+        for each in asked:
+            yield from _classes_in(each)
+    else:
+        yield from getattr(asked, "__args__", (asked,))
+
+
+def _has_own_instances(kind: Any) -> bool:
+    return getattr(type(kind), "__instancecheck__", None) is not type.__instancecheck__
 
 
 def _guard_eq(self: Any, _: Any, name: str, args: list[VariableTracker], kwargs: Any) -> None:
