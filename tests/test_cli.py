@@ -7,7 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
-from contextlib import redirect_stdout
+from contextlib import redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
 
@@ -883,3 +883,22 @@ def test_an_import_that_fails_inside_is_not_called_a_missing_name(folder: Path) 
     (folder / "broken_of_mine.py").write_text("import nothing_of_this_name\n")
     with pytest.raises(LoadError, match="No module named 'nothing_of_this_name'"):
         load("broken_of_mine:two")
+
+
+MISSPELLED = {
+    "an option": (
+        ["inspect", "llama", "--recpie", "mxfp8"],
+        "unrecognized arguments: --recpie mxfp8",
+        "--recipe",
+    ),
+    "an expected rule": (["inspect", "llama", "--expect", "layernrom_mlp=2"], "=2'", "layernorm_mlp"),
+    "an explained rule": (["explain", "layernrom_mlp"], "got 'layernrom_mlp'", "layernorm_mlp"),
+}
+
+
+@pytest.mark.parametrize("name", MISSPELLED)
+def test_a_misspelled_name_gets_a_suggestion(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments, said, correct = MISSPELLED[name]
+    with suppress(SystemExit):  # the parser exits by itself
+        assert main(arguments) == 2
+    assert f"{said}; did you mean {correct!r}?" in capsys.readouterr().err

@@ -24,6 +24,7 @@ from te_transform.execution import timing
 from te_transform.execution.console import status
 from te_transform.graph.errors import in_a_line
 from te_transform.graph.inputs import InputError, Inputs, TraceError, invent, positions
+from te_transform.graph.keywords import did_you_mean
 from te_transform.graph.nodes import dtype_name
 from te_transform.inspect import inspect
 from te_transform.load import imported, inputs_of, load
@@ -255,9 +256,12 @@ def _expected_counts(told: Sequence[str]) -> dict[str, int]:
 
 def _expectation(text: str) -> tuple[str, int]:
     rule, _, count = text.partition("=")
-    if rule not in {rule.name for rule in PIPELINE} or not count.isdecimal():
-        known = ", ".join(rule.name for rule in PIPELINE)
-        raise OptionError(f"expected RULE=N for --expect, with a rule of {known}, got {text!r}")
+    known = [rule.name for rule in PIPELINE]
+    if rule not in known or not count.isdecimal():
+        hint = "" if rule in known else did_you_mean(rule, known)
+        raise OptionError(
+            f"expected RULE=N for --expect, with a rule of {', '.join(known)}, got {text!r}{hint}"
+        )
     return rule, int(count)
 
 

@@ -24,6 +24,7 @@ from typing import Any
 
 from te_transform.config_file import LoadError
 from te_transform.graph.errors import in_a_line, is_from_user_code, message_of, raised_at
+from te_transform.graph.keywords import did_you_mean
 
 WIDTH = 140  # columns of a table without a terminal
 _BATCH = 2
@@ -36,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: The command-line arguments; None means those of this process.
     """
-    asked = _parser().parse_args(arguments)
+    asked = _parse(arguments)
     try:
         run = asked.run(asked)  # may import torch, which sets up its logs
         with _quiet_logs():
@@ -116,7 +117,19 @@ class _Version(argparse.Action):
         parser.exit()
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Parse the arguments; the error for an unknown option suggests the correct name."""
+    parser, commands = _parser()
+    asked, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        options = re.findall(r"--[a-z-]+", commands[asked.command].format_usage())
+        hint = did_you_mean(unknown[0].partition("=")[0], options)
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+    return asked
+
+
+def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
+    """Return the parser, and those of the commands."""
     parser = argparse.ArgumentParser(prog="te-transform", description="Transformers on fused ops.")
     parser.add_argument("--version", action=_Version, nargs=0, help="print the versions of the packages")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
@@ -155,7 +168,7 @@ def _parser() -> argparse.ArgumentParser:
     tried = commands.add_parser("models", help="list the tested models, and what is fused in them")
     tried.add_argument("name", nargs="?", default="", help="part of a model's name")
     tried.set_defaults(run=lambda asked: _models)
-    return parser
+    return parser, commands.choices
 
 
 def _add_profile(parser: argparse.ArgumentParser) -> None:
@@ -276,6 +289,7 @@ def _explaining(asked: argparse.Namespace) -> Callable[[argparse.Namespace], int
     if not all(asked.rule.partition(":")):
         raise LoadError(
             f"expected a rule, one of {', '.join(known)}, or package.module:RULE, got {asked.rule!r}"
+            f"{did_you_mean(asked.rule, known)}"
         )
     return _with_torch("run_explain")(asked)
 
