@@ -16,12 +16,14 @@ from torch._subclasses.fake_tensor import is_fake
 from torch.utils.weak import WeakIdKeyDictionary
 
 from te_transform.backends.bands import Band, Banded, Seeing, band_of, banded, kept_keys, measure
-from te_transform.backends.limits import gains_from_masks, on_kernels_device
+from te_transform.backends.limits import autocast_dtype, gains_from_masks, on_kernels_device
 from te_transform.backends.op import GraphOp
 from te_transform.backends.tensor_version import TensorVersion
 from te_transform.canonicalize.attention import HIDES
 from te_transform.graph import edit
+from te_transform.graph.bits import same_bits
 from te_transform.graph.nodes import is_bias
+from te_transform.graph.state_snapshot import is_plain
 
 CAUSAL, FULL, SEEING = "causal", "full", "seeing"
 _FEW = 256  # the maximum number of cached answers; a generation needs one per length
@@ -36,41 +38,39 @@ class _Looked:
         stamp: the version of the data.
         held: a copy of the data, on the CPU.
         maker: the id of the MaskOp that found it.
-        mask: the mask, until the graph's last MaskOp has run.
     """
 
     stamp: TensorVersion
     held: Tensor | None
     answer: Answer
     maker: int
-    mask: Tensor | None = None
 
     def is_of(self, data: Tensor) -> bool:
         """Return True if the answer is valid for the current contents of this data."""
         return self.stamp.is_of(data) and _holds(data, self.held)
 
 
-class KeptMasks:
-    """The masks of a call that several ops of a graph return: the first one computes it for all."""
+class KeptMasks(threading.local):
+    """The masks of a call that several ops of a graph return: the first one computes it for all.
 
-    def __init__(self) -> None:
-        self.answers: list[_Looked] = []
-        self.makers: set[int] = set()  # the ids of ops whose masks others return too
+    Each thread has its own masks, because threads may call the graph on different CUDA streams.
+
+    Args:
+        makers: the ids of ops whose masks others return too, shared by all threads.
+    """
+
+    def __init__(self, makers: set[int]):
+        self.makers = makers
+        self.masks: dict[_Looked, Tensor] = {}
 
     def keep(self, known: _Looked, mask: Tensor) -> None:
-        """Keep a mask until forget(), unless it belongs to a transform of torch.func."""
+        """Keep a mask until the last op of the graph, unless it belongs to a transform of torch.func."""
         if known.maker in self.makers and not torch._C._functorch.is_functorch_wrapped_tensor(mask):
-            known.mask = mask
-            self.answers.append(known)
-
-    def forget(self) -> None:
-        """Free the masks."""
-        while self.answers:
-            self.answers.pop().mask = None
+            self.masks[known] = mask
 
 
 # The cached answers by the operations that compute a mask, by data tensor, and by the keys of other inputs.
-_LOOKED: dict[tuple[bool, str], WeakIdKeyDictionary] = defaultdict(WeakIdKeyDictionary)
+_LOOKED: dict[tuple[bool, tuple], WeakIdKeyDictionary] = defaultdict(WeakIdKeyDictionary)
 # The versions of tensors of models, with a number that tensors with equal contents share.
 _NUMBERS: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _NEW_NUMBERS, _ONE_NUMBER = count(), threading.Lock()
@@ -109,10 +109,10 @@ class MaskOp(GraphOp):
     ):
         super().__init__()
         self.make, self.stored, self.beside_sinks = make, tuple(stored), beside_sinks
-        self.kept = kept or KeptMasks()
+        self.kept = kept or KeptMasks(set())
         self._answers: dict[tuple, Answer] = {}
         # pieces of a forward that are captured separately often compute the same mask
-        self._looked = _LOOKED[beside_sinks, _graph_text(make.graph)]
+        self._looked = _LOOKED[beside_sinks, _operations(make.graph)]
         self._last: tuple[list[Tensor], Answer] | None = None  # the last mask from CPU tensors of the model
 
     def forward(self, *arguments: Any) -> Tensor | Banded | Seeing | str:
@@ -124,7 +124,7 @@ class MaskOp(GraphOp):
             if known is not None and known.maker == id(self):
                 self.kept.keep(known, mask)
         if self.is_last:
-            self.kept.forget()
+            self.kept.masks.clear()
         return answer if answer in (CAUSAL, FULL) else _classified(mask, answer)
 
     def look(self, arguments: Sequence[Any]) -> Answer:
@@ -140,13 +140,14 @@ class MaskOp(GraphOp):
         # None marks the position of data: another mask with the same operations may have data elsewhere
         keys = tuple(_argument_key(*each) for each in zip(arguments, self.stored, strict=True))
         data = [argument for argument, key in zip(arguments, keys, strict=True) if key is None]
+        keys += (torch.get_default_dtype(), *map(autocast_dtype, data))  # the operations compute in these
         alone = len(data) == 1 and not data[0].is_inference()
         of_data = self._looked.setdefault(data[0], {}) if alone else {}
         known = of_data.get(keys)
         if known is not None and known.is_of(data[0]):
             if known.maker != id(self):
                 self.kept.makers.add(known.maker)
-            mask = known.mask
+            mask = self.kept.masks.get(known)
             if mask is not None and mask.is_inference() != torch.is_inference_mode_enabled():
                 mask = None
             return known.answer, mask, known
@@ -217,7 +218,7 @@ def _classified(mask: Tensor, answer: Answer) -> Tensor | Banded | Seeing:
 def _argument_key(argument: Any, stored: bool) -> tuple | None:
     """Return the cache key of an argument, or None for data, whose values must be evaluated."""
     if not isinstance(argument, Tensor):
-        return (argument,)
+        return type(argument), argument
     return (argument.shape, argument.dtype, argument.device, _number_of(argument)) if stored else None
 
 
@@ -227,6 +228,8 @@ def _number_of(tensor: Tensor) -> int:
         known = _NUMBERS.get(tensor)
         if known is not None and known[0].is_of(tensor):
             return known[1]
+        if not is_plain(tensor) or tensor.is_inference():
+            return next(_NEW_NUMBERS)  # no version detects all writes
         stamp = TensorVersion.of(tensor)
         alike = (
             number
@@ -239,32 +242,31 @@ def _number_of(tensor: Tensor) -> int:
 
 
 def _are_equal(one: Tensor, other: Tensor) -> bool:
-    """Return True if two tensors are alike in all that a mask could read of them."""
-    if not one.layout is other.layout is torch.strided or one.dtype is not other.dtype:
-        return False
-    same = one.shape == other.shape and one.stride() == other.stride() and one.device == other.device
-    return same and torch.equal(one, other)
+    """Return True if two tensors are alike in all that a mask could read of them, even by as_strided()."""
+    same = one.stride() == other.stride() and one.device == other.device and same_bits(one, other)
+    return same and all(each.untyped_storage().nbytes() == each.nbytes for each in (one, other))
 
 
 def _is_on_cpu(argument: Any) -> bool:
     return isinstance(argument, Tensor) and argument.device.type == "cpu"
 
 
-def _graph_text(graph: fx.Graph) -> str:
-    """Return the operations of a graph as text that depends neither on names nor on the order of nodes."""
+def _operations(graph: fx.Graph) -> tuple[tuple[str, Any, str], ...]:
+    """Return the operations of a graph, regardless of the names and the order of its nodes."""
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     numbers = {node: number for number, node in enumerate(placeholders)}
-    lines, pending = [], [node for node in graph.nodes if node.op == "output"]
+    found, pending = [], [node for node in graph.nodes if node.op == "output"]
     while pending:
         node = pending[-1]
         unnumbered = [read for read in node.all_input_nodes if read not in numbers]
         if unnumbered:
             pending.append(unnumbered[0])
             continue
-        read = fx.map_arg((node.args, node.kwargs), lambda read: f"%{numbers[read]}")
-        lines.append(f"{node.target} {read}")
+        # nodes become sets, because no other argument does; as text, because 1 == True
+        read = fx.map_arg((node.args, node.kwargs), lambda read: {numbers[read]})
+        found.append((node.op, node.target, str(read)))
         numbers[pending.pop()] = len(numbers)
-    return "\n".join(lines)
+    return tuple(found)
 
 
 def _only_value(tensor: Tensor) -> tuple | None:

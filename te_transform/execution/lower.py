@@ -179,7 +179,7 @@ class _Masks:
 
     def __init__(self, captured: fx.Graph, written: set[str]):
         self.made: dict[tuple[fx.Node, bool], fx.Node] = {}
-        self.kept = KeptMasks()
+        self.kept = KeptMasks(set())
         self.in_modes = any("autocast" in called(node) for node in captured.nodes)
         self.written = written
 
