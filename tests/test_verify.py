@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from itertools import count
 from typing import Any
 
 import pytest
@@ -454,10 +455,17 @@ class Stateful(nn.Module):
         super().__init__()
         self.place, self.calls, self.held, self.seen = place, 1, {"calls": [1]}, torch.ones(())
         self.norm, self.linear = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.numbers, hooked = [count(2)], count(2)
+        if place == "hook":
+            self.norm.register_forward_hook(lambda module, given, out: out * next(hooked))
         self.register_buffer("steps", torch.ones(()))
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.linear(self.norm(x))
+        if self.place == "hook":
+            return y
+        if self.place == "iterator":
+            return y * next(self.numbers[0])
         if self.place == "number":
             self.calls += 1
             return y * self.calls
@@ -471,7 +479,7 @@ class Stateful(nn.Module):
         return y * self.steps
 
 
-@pytest.mark.parametrize("place", ["number", "list", "tensor", "buffer"])
+@pytest.mark.parametrize("place", ["number", "list", "tensor", "buffer", "iterator", "hook"])
 def test_each_run_begins_with_the_same_state(place: str) -> None:
     model = Stateful(place)
     converted = te_transform.convert(model, X, backend="torch", verify=False)

@@ -105,9 +105,11 @@ def _put_numbers_back(parameter: nn.Parameter, numbers: Tensor) -> None:
 @contextlib.contextmanager
 def same_state(model: nn.Module) -> Iterator[None]:
     """Restore what the modules hold: a forward may update running statistics, count calls or keep tensors."""
+    before = NotedValues(model)
     with contextlib.ExitStack() as afterwards:
-        for content in NotedValues(model).contents:
+        for content in before.contents:
             afterwards.callback(content.put_back)
+        before.lend_copies()
         yield
 
 
