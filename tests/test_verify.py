@@ -24,7 +24,7 @@ from te_transform.backends import plain
 from te_transform.backends.joined import adjacent
 from te_transform.execution.attach import runner_of
 from te_transform.graph.inputs import Inputs
-from te_transform.graph.preserve import preserved
+from te_transform.graph.preserve import preserved, same_state
 from te_transform.passes import layernorm_linear
 from te_transform.plan.match import Site
 from te_transform.verify import compare as comparing
@@ -484,6 +484,11 @@ def test_each_run_begins_with_the_same_state(place: str) -> None:
     model = Stateful(place)
     converted = te_transform.convert(model, X, backend="torch", verify=False)
     assert te_transform.verify(model, converted, X)
+    outputs = []
+    for _ in range(2):
+        with same_state(model):
+            outputs.append(model(X))
+    assert torch.equal(*outputs)
     for each in (model, converted):
         assert (each.calls, each.held, each.seen.item(), each.steps.item()) == (1, {"calls": [1]}, 1, 1)
 
