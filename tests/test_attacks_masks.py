@@ -1,6 +1,7 @@
 """Attention masks of all makes: what a mask is now, and what becomes of it later, is what is applied."""
 
 import math
+import copy
 import operator
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -637,6 +638,18 @@ def test_masks_of_a_call_that_failed_are_not_kept_for_another_call(monkeypatch: 
     first(buffer, padding)  # the call ends here
     padding[5] = False
     assert torch.equal(last(buffer, padding), buffer & padding)
+
+
+def test_copied_layers_share_masks_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(masks, "_is_on_cpu", lambda tensor: False)
+    ops, buffer = layers(masks.KeptMasks(set()), 2), causal()
+    first, last = copies = copy.deepcopy(ops)
+    assert first.kept is last.kept is not ops[0].kept
+    for number in range(2):
+        padding = torch.arange(LONGEST) != number
+        found = [op(buffer, padding) for op in copies]
+        assert torch.equal(found[1], buffer & padding)
+    assert found[0] is found[1]
 
 
 def test_threads_do_not_share_the_masks_of_a_call(monkeypatch: pytest.MonkeyPatch) -> None:

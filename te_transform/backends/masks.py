@@ -63,6 +63,9 @@ class KeptMasks(threading.local):
         self.makers = makers
         self.masks: dict[_Looked, Tensor] = {}
 
+    def __reduce__(self) -> tuple:
+        return KeptMasks, (set(),)  # a copied graph has ops and masks of its own
+
     def keep(self, known: _Looked, mask: Tensor) -> None:
         """Keep a mask until the last op of the graph, unless it belongs to a transform of torch.func."""
         if known.maker in self.makers and not torch._C._functorch.is_functorch_wrapped_tensor(mask):
