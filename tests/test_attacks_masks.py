@@ -1,7 +1,7 @@
 """Attention masks of all makes: what a mask is now, and what becomes of it later, is what is applied."""
 
-import math
 import copy
+import math
 import operator
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
