@@ -683,3 +683,18 @@ def test_a_deque_drops_its_first_items() -> None:
     for _ in range(3):
         assert torch.equal(run(model, X), twin(X))
     assert model.held == twin.held
+
+
+@pytest.mark.parametrize("held", [(1, [1.0]), ((2, [1.0]),), (1, {1.0})])
+def test_a_list_or_set_in_a_tuple_keeps_what_is_added(held: tuple) -> None:
+    def read(model: Model, held: Any, kwargs: dict[str, Any]) -> float:
+        inner = held[-1] if len(held) == 2 else held[0][1]
+        inner.add(len(inner) + 1.0) if isinstance(inner, set) else inner.append(2.0)
+        return sum(inner)
+
+    model = type("Reads", (Model,), {"read": read})(held)
+    twin = copy.deepcopy(model)
+    run = capture(type(model).forward, lambda graph, inputs: graph.forward)
+    for _ in range(3):
+        assert torch.equal(run(model, X), twin(X))
+    assert model.held == twin.held

@@ -258,6 +258,7 @@ def _patches() -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
     yield dicts.ConstDictVariable, "install_dict_contains_guard", _call_before(_guard_made_key)
     yield lists.CommonListMethodsVariable, "call_method", _call_before(_guard_list_method)
     yield builder.VariableBuilder, "_wrap", _length_limit
+    yield builder.VariableBuilder, "wrap_listlike", _lists_in_tuples
     yield UserDefinedClassVariable, "__init__", _call_after(_guard_class)
     yield UserDefinedObjectVariable, "__init__", _call_after(_guard_class)
     for tracker in (misc.PythonModuleVariable, *_subclasses(functions.BaseUserFunctionVariable)):
@@ -404,6 +405,23 @@ def _guard_list_method(self: Any, _: Any, name: str, args: list[VariableTracker]
     """Guard the keys of a dict or a set from which a list is made, as by list() and [*keys]."""
     if name == "extend" and args and isinstance(args[0], (dicts.ConstDictVariable, SetVariable)):
         _guard_all_items(args[0])
+
+
+def _lists_in_tuples(own: Callable[..., Any]) -> Callable[..., Any]:
+    """Trace a list or set in a tuple of a module as such: dynamo makes it a constant, and loses writes."""
+
+    @functools.wraps(own)
+    def call(self: Any, value: Any) -> Any:
+        if not (type(value) is tuple and any(map(_is_changeable, value))):
+            return own(self, value)
+        with patch.object(ConstantVariable, "is_literal", lambda *_: False):
+            return own(self, value)
+
+    return call
+
+
+def _is_changeable(held: Any) -> bool:
+    return type(held) in (list, set) or (type(held) is tuple and any(map(_is_changeable, held)))
 
 
 def _length_limit(own: Callable[..., Any]) -> Callable[..., Any]:
