@@ -16,6 +16,7 @@ from te_transform.backends import limits
 from te_transform.backends.bands import Banded, Seeing, tensor_of
 from te_transform.backends.double_backward import differentiable_twice
 from te_transform.backends.op import FusedOp
+from te_transform.backends.plain.products import product_in_fp32
 from te_transform.backends.tracing import compiling, recorded, traced, transformed
 from te_transform.graph import ops
 from te_transform.graph.bound import F
@@ -237,8 +238,7 @@ def _ungrouped(
 def _in_two_products(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float | None) -> Tensor:
     """Compute attention with fp32 scores, as the fused kernels do."""
     keys = key.expand(*query.shape[:2], -1, -1)  # all heads may share the keys
-    x, y = query.flatten(0, 1), keys.flatten(0, 1).transpose(-2, -1)
-    scores = torch.bmm(x, y, out_dtype=torch.float32) if x.is_cuda else torch.bmm(x.float(), y.float())
+    scores = product_in_fp32(torch.bmm, query.flatten(0, 1), keys.flatten(0, 1).transpose(-2, -1))
     scores = scores.unflatten(0, query.shape[:2]) * (query.shape[-1] ** -0.5 if scale is None else scale)
     scores = scores + mask if mask.is_floating_point() else scores.masked_fill(~mask, float("-inf"))
     return torch.ops.aten._safe_softmax(scores, -1).to(value.dtype) @ value

@@ -119,6 +119,13 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return ops.linear(x, weight, bias)
 
 
+def product_in_fp32(product: Callable[..., Tensor], x: Tensor, y: Tensor) -> Tensor:
+    """Return torch.mm or torch.bmm of matrices in 16 bits, with a result in fp32."""
+    if not x.is_cuda:  # PyTorch has the kernels on GPUs alone
+        return product(x.float(), y.float())
+    return product(x, y, out_dtype=torch.float32)
+
+
 class MatrixProduct(FusedOp):
     """An op with matrix products of an input [..., in] and weights [out, in]."""
 

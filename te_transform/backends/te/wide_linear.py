@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ from torch import Tensor
 from te_transform.backends import plain
 from te_transform.backends.double_backward import differentiable_twice
 from te_transform.backends.limits import WIDE_TERMS, without_wide_product
+from te_transform.backends.plain.products import product_in_fp32
 from te_transform.backends.tracing import traced
 
 
@@ -53,7 +53,7 @@ class _WideProduct(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             of_x = (parts @ torch.cat((weight, weight))).view(x.shape)
         if ctx.needs_input_grad[1]:
-            both = _product_in_fp32(torch.mm, parts.t(), x.reshape(-1, x.shape[-1]))
+            both = product_in_fp32(torch.mm, parts.t(), x.reshape(-1, x.shape[-1]))
             of_weight = both.view(2, *weight.shape).sum(0).to(weight.dtype)
         return of_x, of_weight
 
@@ -65,11 +65,4 @@ def _exact_product(a: Tensor, b: Tensor) -> Tensor:
     7,168 is 8e-6 off, one of 128 is 1e-7 off (H200). Sums of 128 terms are added in fp32.
     """
     parts = a.unflatten(1, (-1, WIDE_TERMS)).transpose(0, 1), b.unflatten(0, (-1, WIDE_TERMS))
-    return _product_in_fp32(torch.bmm, *parts).sum(0)
-
-
-def _product_in_fp32(product: Callable[..., Tensor], a: Tensor, b: Tensor) -> Tensor:
-    """Return the product of matrices in bfloat16, in fp32."""
-    if not a.is_cuda:  # PyTorch has the kernels on GPUs alone
-        return product(a.float(), b.float())
-    return product(a, b, out_dtype=torch.float32)
+    return product_in_fp32(torch.bmm, *parts).sum(0)
