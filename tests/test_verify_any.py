@@ -12,7 +12,7 @@ import transformers
 from torch import Tensor, fx, nn
 
 import te_transform
-from te_transform.verify import compare, first_difference
+from te_transform.verify import compare
 from te_transform.verify.names import renaming
 from te_transform.verify.verification import Verification
 from te_transform.verify.verify import verify
@@ -26,7 +26,6 @@ IDS = {"input_ids": torch.randint(20, (2, 6), generator=torch.Generator().manual
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run the original three times more, not twenty times: errors in these tests are large."""
-    monkeypatch.setattr(first_difference, "DRAWS", 3)
     for name in ("DRAWS", "NEAR_DRAWS"):
         monkeypatch.setattr(compare, name, 3)
 

@@ -137,14 +137,7 @@ def judge(contenders: Contenders, inputs: Inputs, label: str = "", large: bool =
     except Exception as error:
         reason = f"raised {in_full(error)}"
         return [Row(label, "the forward or backward", False, reason=reason)]
-    rows, worst = compare(converted, [first], exact, label), first
-    for seed in range(NEAR_DRAWS):
-        failed = [row.times for row in rows if not row.ok and not row.reason]
-        if not failed or (seed >= DRAWS and max(failed) > NEAR):
-            break
-        worst = worst_of(worst, drawn(seed), exact)
-        rows = compare(converted, [first, worst], exact, label)
-    return rows
+    return compare_with_draws(converted, first, exact, drawn, label)
 
 
 def _in_fp64(contenders: Contenders, inputs: Inputs, own: Run, large: bool) -> Run | None:
@@ -192,7 +185,29 @@ def compare(converted: Run, originals: Sequence[Run], reference: Run, inputs: st
     return rows
 
 
-def worst_of(one: Run, other: Run, reference: Run) -> Run:
+def compare_with_draws(
+    converted: Run, original: Run, reference: Run, drawn: Callable[[int], Run], inputs: str = ""
+) -> list[Row]:
+    """Compare, with draws of the original before a comparison fails; the module docstring says how many.
+
+    Args:
+        converted: The run to compare.
+        original: A run of the original without random rounding.
+        reference: The run in fp64.
+        drawn: A function that runs the original with random rounding by a seed.
+        inputs: The label of the rows.
+    """
+    rows, worst = compare(converted, [original], reference, inputs), original
+    for seed in range(NEAR_DRAWS):
+        failed = [row.times for row in rows if not row.ok and not row.reason]
+        if not failed or (seed >= DRAWS and max(failed) > NEAR):
+            break
+        worst = _worst_of(worst, drawn(seed), reference)
+        rows = compare(converted, [original, worst], reference, inputs)
+    return rows
+
+
+def _worst_of(one: Run, other: Run, reference: Run) -> Run:
     """Return, for each tensor of `one`, that of the two runs with the larger error."""
 
     def worse(tensors: dict[str, Tensor], others: dict[str, Tensor], exact: dict[str, Tensor]) -> dict:

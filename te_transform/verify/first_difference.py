@@ -16,7 +16,7 @@ from torch import Tensor
 
 from te_transform.graph.errors import in_full
 from te_transform.graph.inputs import Inputs
-from te_transform.verify.compare import DRAWS, GRADIENT, Row, compare, worst_of
+from te_transform.verify.compare import GRADIENT, Row, compare_with_draws
 from te_transform.verify.replay import Run, Subject, run
 from te_transform.verify.tape import Moment, Tape
 
@@ -46,16 +46,15 @@ def first_difference(
     except _Raised as error:
         return error.path, f"the second model raises in it: {error}"
     keys = _paired(own, theirs)
-    converted, worst, wide = (_as_run(tape, keys, like=own) for tape in (theirs, own, exact))
-    rows = compare(converted, [worst], wide, "")
-    for seed in range(DRAWS):
-        if all(row.ok for row in rows):
-            return None
+    converted, first, wide = (_as_run(tape, keys, like=own) for tape in (theirs, own, exact))
+
+    def drawn(seed: int) -> Run:
         with torch.enable_grad():
-            drawn, _ = _record_tape(original, inputs, **how, rounding=seed)
-        worst = worst_of(worst, _as_run(drawn, keys, like=own), wide)
-        rows = compare(converted, [worst], wide, "")
-    keyed = [*zip((*worst.outputs, *worst.gradients), rows, strict=False)]
+            tape, _ = _record_tape(original, inputs, **how, rounding=seed)
+        return _as_run(tape, keys, like=own)
+
+    rows = compare_with_draws(converted, first, wide, drawn)
+    keyed = zip((*first.outputs, *first.gradients), rows, strict=False)
     return _first_wrong([(key, row) for key, row in keyed if not row.ok], own, theirs)
 
 
