@@ -408,9 +408,23 @@ def test_a_class_may_define_an_operator_later(name: str) -> None:
     check(read, type("Plain", (), {})(), lambda model: setattr(type(model.held), name, method))
 
 
-def test_a_class_may_be_registered_later() -> None:
+def test_a_class_may_define_an_operator_in_place_of_another_attribute() -> None:
+    """The class has as many attributes as before."""
+    read, method = SPECIAL["__bool__"]
+
+    def change(model: Model) -> None:
+        del type(model.held).other
+        type(model.held).__bool__ = method
+
+    check(read, type("Plain", (), {"other": 1})(), change)
+
+
+@pytest.mark.parametrize(
+    "asked", [lambda held: isinstance(held, Registers), lambda held: issubclass(type(held), Registers)]
+)
+def test_a_class_may_be_registered_later(asked: Callable[[Any], bool]) -> None:
     check(
-        lambda m, held, kwargs: 1.0 + isinstance(held, Registers),
+        lambda m, held, kwargs: 1.0 + asked(held),
         type("Plain", (), {})(),
         lambda model: Registers.register(type(model.held)),
     )

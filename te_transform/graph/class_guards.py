@@ -80,14 +80,14 @@ def _same_classes(builder: Any, guard: Guard, read: dict[tuple[type, str], Any])
     orders = [(base, found) for (base, name), found in read.items() if name == "__mro__"]
     names = [(vars(base), name, found) for (base, name), found in read.items() if name != "__mro__"]
     homes = {base: vars(base) for _, order in orders for base in order if _is_users(base, "__call__")}
-    special = [(home, len(home), _special_names(home)) for home in homes.values()]
+    special = [(home, frozenset(home), _special_names(home)) for home in homes.values()]
     codes = [(found, found.__code__) for _, _, found in names if isfunction(found)]
     builder.guard_manager.root.add_lambda_guard(
         lambda _: (
             all(base.__mro__ is found for base, found in orders)
             and all(home.get(name, _MISSING) is found for home, name, found in names)
             and all(found.__code__ is code for found, code in codes)
-            and all(len(home) == size or _special_names(home) == held for home, size, held in special)
+            and all(home.keys() == names or _special_names(home) == held for home, names, held in special)
         ),
         guards.get_verbose_code_parts(
             [f"classes define the same {sorted({name for _, name, _ in names})}"], guard

@@ -282,7 +282,7 @@ def _patches() -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
 def _identity_patches() -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
     """Yield the methods that take two objects for one, or for two."""
     yield BuiltinVariable, "call_function", _call_before(_guard_builtin)
-    yield BuiltinVariable, "call_function", _isinstance
+    yield BuiltinVariable, "call_function", _asked_of_classes
     if _IS_2_13:
         yield variables.object_protocol, "vt_identity_compare", _call_before(_guard_compared)
         yield variables.hashable.HashableTracker, "__init__", _call_after(_guard_hashed)
@@ -530,21 +530,24 @@ def _guard_builtin(self: Any, _: Any, args: Any, kwargs: Any) -> None:
                 _guard(args[0], functools.partial(_value_of_attribute, key=key))
 
 
-def _isinstance(own: Callable[..., Any]) -> Callable[..., Any]:
-    """Answer and guard isinstance() by a metaclass: a protocol asks for attributes, ABCs register classes.
+def _asked_of_classes(own: Callable[..., Any]) -> Callable[..., Any]:
+    """Guard what a metaclass answers: a protocol asks for attributes, ABCs register classes.
 
-    Dynamo asks issubclass() instead, and takes an error for False.
+    For isinstance(), dynamo asks issubclass(), and takes an error for False: the answer is Python's here.
     """
 
     @functools.wraps(own)
     def call(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-        if self.fn is isinstance and len(args) == 2 and not kwargs:
-            held, asked = (given.realize() for given in args)
-            if isinstance(held, UserDefinedObjectVariable) and held.source and asked.is_python_constant():
-                classes = asked.as_python_constant()
-                if any(map(_has_own_instances, _classes_in(classes))):
-                    _guard(held, functools.partial(_is_instance, classes=classes))
-                    return ConstantVariable.create(_is_instance(held.value, classes))
+        if self.fn not in (isinstance, issubclass) or len(args) != 2 or kwargs:
+            return own(self, tx, args, kwargs)
+        held, asked = (given.realize() for given in args)
+        classes = asked.as_python_constant() if asked.is_python_constant() else ()
+        if any(map(_answers_itself, _classes_in(classes))):
+            if self.fn is issubclass and held.is_python_constant():
+                _guard_process(issubclass, (held.as_python_constant(), classes))
+            elif isinstance(held, UserDefinedObjectVariable) and held.source:
+                _guard(held, functools.partial(_is_instance, classes=classes))
+                return ConstantVariable.create(_is_instance(held.value, classes))
         return own(self, tx, args, kwargs)
 
     return call
@@ -559,8 +562,10 @@ def _classes_in(asked: Any) -> Iterator[Any]:
         yield from getattr(asked, "__args__", (asked,))
 
 
-def _has_own_instances(kind: Any) -> bool:
-    return getattr(type(kind), "__instancecheck__", None) is not type.__instancecheck__
+def _answers_itself(kind: Any) -> bool:
+    """Return True if the metaclass of a class answers isinstance() or issubclass()."""
+    asked = "__instancecheck__", "__subclasscheck__"
+    return any(getattr(type(kind), name, None) is not getattr(type, name) for name in asked)
 
 
 def _guard_eq(self: Any, _: Any, name: str, args: list[VariableTracker], kwargs: Any) -> None:
