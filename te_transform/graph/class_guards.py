@@ -6,8 +6,9 @@ Each graph has one such guard, since all objects of a class share the class.
 from __future__ import annotations
 
 import functools
+import operator
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from inspect import isfunction
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch._dynamo.source import GlobalStateSource
 from torch._guards import Guard, TracingContext
 
 _MISSING = object()
+_CODE_OF, _MRO_OF = operator.attrgetter("__code__"), operator.attrgetter("__mro__")
 
 
 def guard_class_attribute(held: Any, name: str) -> None:
@@ -34,6 +36,17 @@ def _guard_definition(mro: tuple[type, ...], name: str) -> None:
         read[mro[home], name] = found
 
 
+def guard_missing_name(held: Any, name: str) -> bool:
+    """Guard that no class of `held` defines `name`. Return False if a class defines it."""
+    mro = classes_of(held)
+    if any(name in vars(base) for base in mro):
+        return False
+    read = _classes_read()
+    read[mro[0], "__mro__"] = mro[0].__mro__
+    read.update({(base, name): _MISSING for base in mro if base.__module__ != "builtins"})
+    return True
+
+
 def guard_special_methods(held: Any) -> None:
     """Guard the methods that Python and nn.Module look up implicitly: `__len__`, `__call__`, `forward`."""
     read, mro = _classes_read(), classes_of(held)
@@ -49,9 +62,9 @@ def _is_special(name: str) -> bool:
     return name == "forward" or (name.startswith("__") and name not in ("__init__", "__new__"))
 
 
-def _special_names(home: Mapping[str, Any]) -> frozenset[str]:
+def _special_names(base: type) -> frozenset[str]:
     """Return the special methods of a class: a forward may ask for one by an operator, as `len()` or `==`."""
-    return frozenset(filter(_is_special, home))
+    return frozenset(filter(_is_special, vars(base)))
 
 
 def classes_of(held: Any) -> tuple[type, ...]:
@@ -76,21 +89,58 @@ def _classes_read() -> dict[tuple[type, str], Any]:
 
 
 def _same_classes(builder: Any, guard: Guard, read: dict[tuple[type, str], Any]) -> None:
-    """Build the guard for class attributes after `read` is complete."""
-    orders = [(base, found) for (base, name), found in read.items() if name == "__mro__"]
-    names = [(vars(base), name, found) for (base, name), found in read.items() if name != "__mro__"]
-    homes = {base: vars(base) for _, order in orders for base in order if _is_users(base, "__call__")}
-    special = [(home, frozenset(home), _special_names(home)) for home in homes.values()]
-    codes = [(found, found.__code__) for _, _, found in names if isfunction(found)]
+    """Build the guard for class attributes after `read` is complete.
+
+    It runs in each call, so built-in functions loop over the attributes.
+    """
+    orders = {base: found for (base, name), found in read.items() if name == "__mro__"}
+    named = {key: found for key, found in read.items() if key[1] != "__mro__"}
+    kept = [(vars(base), name) for (base, name), found in named.items() if found is not _MISSING]
+    homes, names = ([each[place] for each in kept] for place in range(2))
+    values = [found for found in named.values() if found is not _MISSING]
+    functions = list(filter(isfunction, values))
+    bases, mros, codes = list(orders), list(orders.values()), list(map(_CODE_OF, functions))
+    lack_the_same = _missing_names([key for key, found in named.items() if found is _MISSING], mros)
+
+    def are_same(_: Any) -> bool:
+        try:
+            if list(map(operator.getitem, homes, names)) != values:
+                return False
+        except KeyError:
+            return False
+        same = list(map(_CODE_OF, functions)) == codes and list(map(_MRO_OF, bases)) == mros
+        return same and lack_the_same()
+
+    told = f"classes define the same {sorted({name for _, name in named})}"
     builder.guard_manager.root.add_lambda_guard(
-        lambda _: (
-            all(base.__mro__ is found for base, found in orders)
-            and all(home.get(name, _MISSING) is found for home, name, found in names)
-            and all(found.__code__ is code for found, code in codes)
-            and all(home.keys() == names or _special_names(home) == held for home, names, held in special)
-        ),
-        guards.get_verbose_code_parts(
-            [f"classes define the same {sorted({name for _, name, _ in names})}"], guard
-        ),
-        guard.user_stack,
+        are_same, guards.get_verbose_code_parts([told], guard), guard.user_stack
     )
+
+
+def _missing_names(missing: list[tuple[type, str]], mros: list[tuple[type, ...]]) -> Callable[[], bool]:
+    """Return a function that is True while classes lack these names, and have no new special methods.
+
+    A new name is the last one of its class. The names of a class are compared only if their number or the
+    last one has changed.
+    """
+    special = {base: _special_names(base) for mro in mros for base in mro if _is_users(base, "__call__")}
+    homes = [vars(base) for base in {base: None for base, _ in missing} | special]
+    known = _sizes_and_lasts(homes)
+
+    def lack_the_same() -> bool:
+        nonlocal known
+        now = _sizes_and_lasts(homes)
+        if now == known:
+            return True
+        if any(name in vars(base) for base, name in missing):
+            return False
+        if any(_special_names(base) != names for base, names in special.items()):
+            return False
+        known = now
+        return True
+
+    return lack_the_same
+
+
+def _sizes_and_lasts(homes: list[Mapping[str, Any]]) -> tuple[list[int], list[str]]:
+    return list(map(len, homes)), list(map(next, map(reversed, homes)))

@@ -22,7 +22,7 @@ import inspect
 import math
 import operator
 import random
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from types import MemberDescriptorType
 from typing import Any
@@ -55,7 +55,12 @@ from torch._dynamo.variables.user_defined import (
 )
 from torch._guards import Guard, Source, TracingContext
 
-from te_transform.graph.class_guards import classes_of, guard_class_attribute, guard_special_methods
+from te_transform.graph.class_guards import (
+    classes_of,
+    guard_class_attribute,
+    guard_missing_name,
+    guard_special_methods,
+)
 from te_transform.graph.identity_guards import guard_changed, guard_identity, note_tracked
 from te_transform.graph.root_guard import description, guard_at_root
 
@@ -91,18 +96,18 @@ def guard_questions() -> Iterator[None]:
 def _guard(variable: VariableTracker, ask: Ask) -> None:
     """Guard the answer of `ask` for the object behind `variable`, if the variable has a source."""
     if variable.source is not None:
-        _install(variable.source, _same_answer, ask)
+        _install(variable.source, ask)
 
 
 def _guard_process(
     function: Callable[..., Any], arguments: tuple[Any, ...] = (), named: tuple[tuple[str, Any], ...] = ()
 ) -> None:
     ask = functools.partial(_process_says, function=function, arguments=arguments, named=named)
-    _install(GlobalStateSource(), _same_answer_of_process, ask)
+    _install(GlobalStateSource(), ask, _same_answer_of_process)
 
 
-def _install(source: Source, build: Callable[..., None], ask: Ask) -> None:
-    """Add a guard, once for each question.
+def _install(source: Source, ask: Ask, build: Callable[..., None] | None = None) -> None:
+    """Add a guard, once for each question. `build` makes it, by default as for the answer of an object.
 
     Dynamo's install_guard() omits guards on objects in modules of Python's standard library, such as
     os.environ. This function adds these guards as well.
@@ -114,7 +119,7 @@ def _install(source: Source, build: Callable[..., None], ask: Ask) -> None:
     question = source.name, getattr(ask, "func", ask), *((type(value), value) for value in values)
     if question not in asked:
         asked.add(question)
-        installed.add(source.make_guard(functools.partial(build, ask=ask)))
+        installed.add(source.make_guard(functools.partial(build or _same_answer, ask=ask)))
 
 
 def _without_skips(source: Source) -> Source:
@@ -129,8 +134,11 @@ def _without_skips(source: Source) -> Source:
 def _same_answer(builder: Any, guard: Guard, ask: Ask) -> None:
     """Build the guard for the current answer, before the call changes any state.
 
-    The manager of a dict whose order of keys is guarded takes no such guard. The root takes it there.
+    Dynamo's own guards for missing keys are faster. The manager of a dict whose order of keys is guarded
+    takes no other guard. The root takes it there.
     """
+    if _is_missing_key(builder, guard, ask):
+        return
     manager, told = builder.get_guard_manager(guard), _question(ask, guard.name)
     if isinstance(manager, guards.DictGuardManager):
         guard_at_root(builder, guard, guard.name, ask, told)
@@ -139,6 +147,20 @@ def _same_answer(builder: Any, guard: Guard, ask: Ask) -> None:
     manager.add_lambda_guard(
         lambda held: ask(held) == answer, description(told, answer, guard), guard.user_stack
     )
+
+
+def _is_missing_key(builder: Any, guard: Guard, ask: Any) -> bool:
+    """Build dynamo's guard for a key that a dict lacks. Return False if the question is another one."""
+    asked, held = getattr(ask, "func", None), builder.get(guard)
+    home = _own_dict(held) if asked is _holds_name else held if asked is _holds_key else None
+    if type(home) is not dict or (key := ask.keywords["key"]) in home:
+        return False
+    if asked is _holds_name:
+        builder.NOT_PRESENT_IN_GENERIC_DICT(guard, attr=key)
+        return True
+    told = guards.get_verbose_code_parts(f"not ___dict_contains({key!r}, {guard.name})", guard)
+    builder.get_guard_manager(guard).add_dict_contains_guard(False, key, told, guard.user_stack)
+    return True
 
 
 def _same_answer_of_process(builder: Any, guard: Guard, ask: Ask) -> None:
@@ -160,12 +182,8 @@ def _question(ask: Any, name: str) -> str:
 
 def _has_attribute(held: Any, key: str) -> bool:
     """Return True if attribute lookup finds `key` on an object; do not run user code."""
-    if _holds_name(held, key):
+    if any(key in home for home in _dicts_of(held).values()):
         return True
-    if isinstance(held, nn.Module):
-        registered = (vars(held).get(home) or () for home in ("_parameters", "_buffers", "_modules"))
-        if any(key in home for home in registered):
-            return True
     mro = classes_of(held)
     found = next((vars(base)[key] for base in mro if key in vars(base)), None)
     if not isinstance(found, MemberDescriptorType):
@@ -177,8 +195,23 @@ def _has_attribute(held: Any, key: str) -> bool:
     return True
 
 
+def _dicts_of(held: Any) -> dict[str, Mapping[str, Any]]:
+    """Return the dicts of an object that attribute lookup reads, by name."""
+    own = _own_dict(held)
+    homes = ("_parameters", "_buffers", "_modules") if isinstance(held, nn.Module) else ()
+    return {"__dict__": own} | {home: own[home] for home in homes if own.get(home) is not None}
+
+
+def _own_dict(held: Any) -> Mapping[str, Any]:
+    """Return the `__dict__` of an object, or an empty one; do not run user code."""
+    try:
+        return object.__getattribute__(held, "__dict__")
+    except AttributeError:
+        return {}
+
+
 def _holds_name(held: Any, key: str) -> bool:
-    return key in getattr(held, "__dict__", ())
+    return key in _own_dict(held)
 
 
 def _names_held(held: Any) -> Hashable:
@@ -338,7 +371,7 @@ def _attribute_lookup(own: Callable[..., Any]) -> Callable[..., Any]:
         try:
             found = own(self, tx, name)
         except ObservedAttributeError:
-            _guard(self, functools.partial(_has_attribute, key=name))
+            _guard_attribute(self, name)
             raise
         if isinstance(self, UserDefinedVariable) and _has_users_class(self):
             guard_class_attribute(self.value, name)
@@ -370,13 +403,32 @@ def _has_users_class(variable: VariableTracker) -> bool:
 
 
 def _guard_hasattr(self: VariableTracker, _: Any, name: str) -> None:
-    _guard(self, functools.partial(_has_attribute, key=name))
+    _guard_attribute(self, name)
+
+
+def _guard_attribute(variable: VariableTracker, name: str) -> None:
+    """Guard whether attribute lookup finds a name on the object behind `variable`.
+
+    A name that is found nowhere is guarded in the classes, which objects share, and in the object's dicts.
+    """
+    source, held = variable.source, getattr(variable, "value", None)
+    if source is None:
+        return
+    homes = _dicts_of(held)
+    if held is None or any(name in home for home in homes.values()) or not guard_missing_name(held, name):
+        _guard(variable, functools.partial(_has_attribute, key=name))
+        return
+    for home in homes:
+        if home == "__dict__":
+            _install(source, functools.partial(_holds_name, key=name))
+        else:
+            _install(AttrSource(source, home), functools.partial(_holds_key, key=name))
 
 
 def _guard_getattr_method(self: Any, _: Any, args: Any, kwargs: Any) -> None:
     """Guard that normal lookup still does not find a name that a class's __getattr__ handles."""
-    if self.fn.__name__ == "__getattr__" and len(args) == 1:
-        _guard_key(self.obj, args[0], _has_attribute)
+    if self.fn.__name__ == "__getattr__" and len(args) == 1 and args[0].is_python_constant():
+        _guard_attribute(self.obj, args[0].as_python_constant())
 
 
 def _item_lookup(own: Callable[..., Any]) -> Callable[..., Any]:
@@ -516,8 +568,10 @@ def _guard_polyfill(self: Any, tx: Any, args: Any, kwargs: Any) -> None:
 
 
 def _guard_numbers(self: Any, guard: Guard, *_: Any, **__: Any) -> None:
+    """Guard the signs of zeros, and the types of numbers in a tuple. EQUALS_MATCH guards the value's type."""
     held = self.get(guard)
-    if isinstance(held, (float, complex, tuple, frozenset)) and _numbers(held):
+    is_zero = isinstance(held, (float, complex)) and 0.0 in (held.real, held.imag)
+    if is_zero or (isinstance(held, (tuple, frozenset)) and _numbers(held)):
         _same_answer(self, guard, _numbers)
 
 
