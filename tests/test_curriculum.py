@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -304,6 +305,25 @@ BATCHES = {
         {"input_ids": ids()[:, :8], "labels": torch.ones(ROWS, 5)},
     ),
     "short already": ({"input_ids": ids(size=8)}, {"input_ids": ids(size=8)}),
+    "short already, and unclear": (
+        {"input_ids": ids(8, 8), "classes": torch.ones(8)},
+        {"input_ids": ids(8, 8), "classes": torch.ones(8)},
+    ),
+    "no tokens": (
+        {"input_ids": ids(size=0), "attention_mask": torch.ones(ROWS, 0)},
+        {"input_ids": ids(size=0), "attention_mask": torch.ones(ROWS, 0)},
+    ),
+    "a mask for each kind of layer": (
+        {"input_ids": ids(), "attention_mask": {"sliding_attention": torch.ones(ROWS, 1, SIZE, SIZE)}},
+        {"input_ids": ids()[:, :8], "attention_mask": {"sliding_attention": torch.ones(ROWS, 1, 8, 8)}},
+    ),
+    "a mask that is added": (
+        {
+            "input_ids": ids(),
+            "attention_mask": torch.tensor([0.0] * 20 + [-torch.inf] * 12).expand(ROWS, SIZE),
+        },
+        {"input_ids": ids()[:, :8], "attention_mask": torch.zeros(ROWS, 8)},
+    ),
 }
 
 
@@ -378,7 +398,7 @@ def test_declared_dimensions_count() -> None:
     found = cut(batch, dims={"hidden": 1, "first": (0,), "table": ()})
     shapes = {name: tuple(tensor.shape) for name, tensor in found.items()}
     assert shapes == {"input_ids": (3, 8), "hidden": (3, 8, 32), "first": (8, 3), "table": (3, 32)}
-    x, y = cut((torch.ones(SIZE), ids(), torch.ones(SIZE, 7)), inputs=1, dims={0: (), 2: 0})[1:]
+    x, y = cut((torch.ones(SIZE), ids(), torch.ones(SIZE, 7)), inputs=1, dims={0: [], 2: [0]})[1:]
     assert (x.shape, y.shape) == ((3, 8), (8, 7))
 
 
@@ -412,6 +432,15 @@ BAD_BATCHES = {
     "expected padded or packed tensors, got extra as a nested tensor": {
         "input_ids": ids(), "extra": torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged)
     },
+    "expected padded or packed tensors, got input_ids as a nested tensor": {
+        "input_ids": torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged)
+    },
+    "got edges as a sparse tensor; pad it, cut the samples before they are joined, or pass "
+    "dims={'edges': ()} to leave it alone": {"input_ids": ids(), "edges": torch.eye(ROWS).to_sparse()},
+    "expected loss_mask as long": {"input_ids": ids(), "loss_mask": torch.ones(3, 31)},
+    "got seq_lens_q [3]": {"input_ids": ids(), "seq_lens_q": torch.arange(3)},
+    "got input_lengths [3]": {"input_ids": ids(), "input_lengths": torch.arange(3)},
+    "got num_tokens [3]": {"input_ids": ids(), "num_tokens": torch.arange(3)},
 }  # fmt: skip
 
 
@@ -465,6 +494,12 @@ BAD_ARGUMENTS: dict[str, dict[str, Any]] = {
         "schedule": "liner"
     },
     "for a discrete one, got None": {"schedule": None},
+    "for a discrete one, got array([64, 64])": {"schedule": numpy.array([64, 64])},
+    "expected inputs to be a key or an index of a batch, got 1.5; pass the name": {"inputs": 1.5},
+    "expected dims to map names to sequence dimensions, such as {'hidden': 1} or {'image': ()}, got 3": {
+        "dims": 3
+    },
+    "got {'hidden': '1'}; pass an integer or a tuple of integers for each name": {"dims": {"hidden": "1"}},
     "expected a schedule that starts at 0, got {3: 64}": {"schedule": {3: 64}},
     "expected stages that start from 0 to 4, got 7": {"schedule": {0: 64, 7: 128}},
     "expected the length from 1 on of at least one bucket of 64 tokens, got 8": {"schedule": {0: 64, 1: 8}},
@@ -494,7 +529,27 @@ def test_without_a_loader_and_with_another_state() -> None:
         next(iter(curriculum))
     with pytest.raises(CurriculumError, match=r"got one without tokens, batches, epoch_batches, length"):
         curriculum.load_state_dict({"step": 3})
+    for wrong in (None, {"step": -1}, {"step": True}):
+        with pytest.raises(CurriculumError, match="got one without step, tokens"):
+            curriculum.load_state_dict(wrong)
     assert curriculum.step == 0
+    with pytest.raises(
+        AttributeError, match="a SequenceCurriculum without a loader has no attribute 'sampler'"
+    ):
+        _ = curriculum.sampler
+    assert curriculum  # without a loader, it has no length
+
+
+def test_resumes_with_another_accumulation_or_loader() -> None:
+    def resumed(size: int, **state: int) -> SequenceCurriculum:
+        curriculum = SequenceCurriculum([{"input_ids": ids()}] * size, **SMALL, total_steps=4, accumulation=2)
+        curriculum.load_state_dict(curriculum.state_dict() | state)
+        return curriculum
+
+    assert lengths_of(resumed(4, step=1, batches=3, length=8)) == [8, 16, 16, 24]
+    assert lengths_of(resumed(4, epoch_batches=4)) == []
+    with pytest.raises(CurriculumError, match="expected an epoch of at least the 5 batches before the check"):
+        lengths_of(resumed(4, epoch_batches=5))
 
 
 def test_a_converted_model_trains_on_all_lengths() -> None:

@@ -3,6 +3,6 @@
 from typing import Any
 
 
-def is_count(value: Any) -> bool:
-    """Return True for an integer from 1 on; True and False are none."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+def is_count(value: Any, least: int = 1) -> bool:
+    """Return True for an integer from `least` on. True and False are no counts."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.utils.data import default_collate, get_worker_info
 
 from te_transform.graph.keywords import suggests
+from te_transform.training.counts import is_count
 from te_transform.training.cut_batch import Cutter, Dims, tensors
 from te_transform.training.epoch_position import EpochPosition, keeps_position
 from te_transform.training.length_schedule import CurriculumError, check_count, length_schedule
@@ -90,7 +91,7 @@ class SequenceCurriculum:
             check_count("ranks", ranks)
         lengths = length_schedule(min_length, max_length, total, schedule, bucket)
         self.schedule = replace(lengths, by_tokens=by_tokens, longest_first=longest_first)
-        self.cutter = Cutter(max_length, reshape, inputs, dict(dims or {}))
+        self.cutter = Cutter(max_length, reshape, inputs, {} if dims is None else dims)
         self.accumulation, self.loader, self._ranks = accumulation, loader, ranks
         self.length = self.schedule.length_at(0)
         self.step = 0  # optimizer steps whose batches have all been handed out
@@ -120,7 +121,7 @@ class SequenceCurriculum:
         self.length = length
         self.tokens += positions * self.ranks
         self.batches += 1
-        if self.batches == self.accumulation:
+        if self.batches >= self.accumulation:  # a resumed step may have had more batches
             self.end_step()
         return result
 
@@ -149,7 +150,8 @@ class SequenceCurriculum:
         Raises:
             CurriculumError: the state does not come from a curriculum.
         """
-        if missing := [name for name in COUNTS if not isinstance(state.get(name), int)]:
+        known = state if isinstance(state, Mapping) else {}
+        if missing := [name for name in COUNTS if not is_count(known.get(name), least=0)]:
             raise CurriculumError(
                 f"expected a state of SequenceCurriculum.state_dict(), got one without {', '.join(missing)}; "
                 "pass the state that was saved for the curriculum"
@@ -168,9 +170,12 @@ class SequenceCurriculum:
     def __len__(self) -> int:
         return len(self.loader)
 
+    def __bool__(self) -> bool:
+        return True  # also without a loader, or with one that has no length
+
     def __getattr__(self, name: str) -> Any:
-        if name == "loader" or name.startswith("__"):  # while it is unpickled
-            raise AttributeError(name)
+        if name.startswith("__") or vars(self).get("loader") is None:  # "loader" lacks while it is unpickled
+            raise AttributeError(f"a SequenceCurriculum without a loader has no attribute {name!r}")
         return getattr(self.loader, name)
 
     def __repr__(self) -> str:
@@ -200,7 +205,7 @@ class SequenceCurriculum:
         for path, mask in tensors(batch):
             if not path.endswith("attention_mask") or mask.dim() != 2 or (mask.is_cuda and self._position):
                 continue
-            if not mask[:, 0].all() and bool(((mask[:, 0] == 0) & (mask != 0).any(1)).any()):
+            if not mask[:, :1].all() and bool(((mask[:, :1] == 0) & (mask > 0)).any()):
                 raise CurriculumError(
                     f"expected padding at the end of rows to truncate, got {path} {[*mask.shape]} with "
                     "padding at the start; set padding_side='right' of the tokenizer"

@@ -16,9 +16,10 @@ from te_transform.training.length_schedule import CurriculumError
 Dims = Mapping[str | int, int | tuple[int, ...]]
 
 # the names of tensors that say how long the uncut sequences are
-_SIZES = re.compile(r"cu_?seq|seq_?lens?\b|max_?seq|max_length_[qk]$|^lengths?$")
-# the names of tensors that are as long as the inputs, as are integers [batch, n] in a tuple
-_AS_LONG = re.compile(r"^((shift_)?labels|targets?|(attention|loss)_mask|(position|token_type)_ids|\d+)$")
+_SIZES = re.compile(r"cu_?seq|seq_?len|max_?seq|(^|_)lengths?(_[qk])?$|^(n|num)_tokens$")
+# the names of tensors [batch, n] that are as long as the inputs, and the names of such tensors of integers
+_AS_LONG = re.compile(r"^((attention|loss)_mask|(position|token_type)_ids)$")
+_AS_LONG_IF_INTEGERS = re.compile(r"^((shift_)?labels|targets?|\d+)$")
 
 
 @dataclass(frozen=True)
@@ -27,12 +28,28 @@ class Cutter:
 
     `inputs` is the name of the tensor with the sequences. `dims` has the sequence dimensions of tensors by
     name, if sizes do not determine them. () leaves a tensor alone.
+
+    Raises:
+        CurriculumError: `inputs` or `dims` has another form.
     """
 
     max_length: int
     reshape: bool = False
     inputs: str | int | None = None
     dims: Dims = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.inputs is not None and not isinstance(self.inputs, (str, int)):
+            raise CurriculumError(
+                f"expected inputs to be a key or an index of a batch, got {self.inputs!r}; pass the name of "
+                "the tensor with the sequences, or None"
+            )
+        are_dims = isinstance(self.dims, Mapping) and all(map(_is_dims, self.dims.values()))
+        if not are_dims:
+            raise CurriculumError(
+                "expected dims to map names to sequence dimensions, such as {'hidden': 1} or {'image': ()}, "
+                f"got {self.dims!r}; pass an integer or a tuple of integers for each name"
+            )
 
     def cut(self, batch: Any, length: int) -> tuple[Any, int]:
         """Return `batch` with sequences of `length` tokens, in containers of its types, and its positions.
@@ -41,6 +58,8 @@ class Cutter:
             CurriculumError: the batch has no inputs of [batch, sequence, ...], inputs longer than
                 `max_length`, labels of another length, or a tensor with an unclear sequence dimension.
         """
+        for path, tensor in tensors(batch):
+            self._check_layout(path, tensor)
         name, inputs = self.inputs_of(batch)
         rows, size = inputs.shape[:2]
         if size > self.max_length:
@@ -48,8 +67,9 @@ class Cutter:
                 f"expected sequences of at most max_length={self.max_length}, got {name} {[*inputs.shape]}; "
                 f"raise max_length, or truncate the data to {self.max_length} tokens"
             )
-        planned = {path: self._dims(path, tensor, rows, size) for path, tensor in tensors(batch)}
-        if size <= length:
+        is_cut = size > length
+        planned = {path: self._dims(path, tensor, rows, size, is_cut) for path, tensor in tensors(batch)}
+        if not is_cut:
             return batch, rows * size
         if self.reshape:
             for path, tensor in tensors(batch):
@@ -79,13 +99,17 @@ class Cutter:
             )
         return named, found[named]
 
-    def _dims(self, path: str, tensor: Tensor, rows: int, size: int) -> tuple[int, ...]:
-        """Return the sequence dimensions of a tensor of the batch."""
-        if tensor.is_nested:
+    def _check_layout(self, path: str, tensor: Tensor) -> None:
+        """Raise if a tensor has no strides, and is not declared to be left alone."""
+        if (tensor.is_nested or tensor.layout is not torch.strided) and self._declared(path) != ():
+            name = "nested" if tensor.is_nested else "sparse"
             raise CurriculumError(
-                f"expected padded or packed tensors, got {path} as a nested tensor; pad it, or cut the "
-                "samples before they are joined"
+                f"expected padded or packed tensors, got {path} as a {name} tensor; pad it, cut the samples "
+                f"before they are joined, or pass dims={{{_last(path)!r}: ()}} to leave it alone"
             )
+
+    def _dims(self, path: str, tensor: Tensor, rows: int, size: int, is_cut: bool) -> tuple[int, ...]:
+        """Return the sequence dimensions of a tensor. They may be ambiguous in a batch that is not cut."""
         name = _last(path)
         if (declared := self._declared(path)) is not None:
             return _check_dims(path, tensor, declared, size)
@@ -95,26 +119,26 @@ class Cutter:
                 f"uncut lengths; drop it, cut samples before they are packed, or pass dims={{{name!r}: ()}} "
                 "to leave it alone"
             )
-        found = _sequence_dims(name, tensor.shape, rows, size)
-        if found is None:
+        found = _sequence_dims(path, tensor.shape, rows, size)
+        if found is None and is_cut:
             raise CurriculumError(
                 f"expected to tell the sequence dimension of {path} {[*tensor.shape]} beside inputs of "
                 f"{[rows, size]}, got {tensor.shape.count(size)} dimensions of {size}; pass "
                 f"dims={{{name!r}: 1}} with the dimension, or dims={{{name!r}: ()}} to leave it alone"
             )
-        if not found and tensor.dim() == 2 and not tensor.is_floating_point() and _AS_LONG.search(name):
+        if found == () and tensor.dim() == 2 and _is_as_long(name, tensor):
             raise CurriculumError(
                 f"expected {path} as long as the inputs [{rows}, {size}], got {[*tensor.shape]}; give both "
                 f"the same length, or pass dims={{{name!r}: ()}} to leave {path} alone"
             )
-        return found
+        return found or ()
 
     def _declared(self, path: str) -> tuple[int, ...] | None:
         """Return the dimensions that the caller declared for a tensor, or None."""
         name = _last(path)
         names = (path, name, int(name)) if name.isdigit() else (path, name)
         found = next((self.dims[each] for each in names if each in self.dims), None)
-        return (found,) if isinstance(found, int) else found
+        return found if found is None else (found,) if isinstance(found, int) else tuple(found)
 
     def _check_reshapes(self, path: str, tensor: Tensor, dims: tuple[int, ...], rows: int) -> None:
         """Raise if a tensor has one entry per row of the batch, and cannot be divided like the rows."""
@@ -126,7 +150,18 @@ class Cutter:
             )
 
 
-def _sequence_dims(name: str, shape: torch.Size, rows: int, size: int) -> tuple[int, ...] | None:
+def _is_dims(value: Any) -> bool:
+    """Return True for a dimension or several dimensions."""
+    return isinstance(value, int) or (isinstance(value, (tuple, list)) and all(map(_is_dims, value)))
+
+
+def _is_as_long(name: str, tensor: Tensor) -> bool:
+    """Return True if a tensor of this name must be as long as the inputs. Labels in floats are classes."""
+    is_integer = not tensor.is_floating_point()
+    return bool(_AS_LONG.match(name) or (is_integer and _AS_LONG_IF_INTEGERS.match(name)))
+
+
+def _sequence_dims(path: str, shape: torch.Size, rows: int, size: int) -> tuple[int, ...] | None:
     """Return the sequence dimensions of a tensor of this shape, or None if they are ambiguous."""
     last = len(shape) - 1
     if size not in shape or not shape:
@@ -135,9 +170,9 @@ def _sequence_dims(name: str, shape: torch.Size, rows: int, size: int) -> tuple[
         return (0,) if rows != size else None
     if len(shape) == 2:
         return (1,) if shape[1] == size and shape[0] in (rows, 1) else None
-    if name.endswith("position_ids"):  # [3, batch, sequence] of multi-modal rotary embeddings
+    if path.endswith("position_ids"):  # [3, batch, sequence] of multi-modal rotary embeddings
         return (last,) if shape[last] == size and shape[last - 1] in (rows, 1) else None
-    is_mask = "mask" in name or "bias" in name  # [batch, query, key], [batch, head, query, key]
+    is_mask = "mask" in path or "bias" in path  # [batch, query, key], [batch, head, query, key]
     if is_mask and shape[last] == size and shape[last - 1] in (size, 1):
         return (last - 1, last) if shape[last - 1] == size else (last,)
     if shape[1] == size and shape[0] == rows and shape.count(size) == 1 + (rows == size):
@@ -159,7 +194,7 @@ def _truncated(path: str, tensor: Tensor, dims: tuple[int, ...], length: int) ->
     """Return the first `length` tokens."""
     for dim in dims:
         tensor = tensor.narrow(dim, 0, length)
-    return _contiguous(tensor)
+    return _contiguous(tensor) if dims else tensor
 
 
 def _reshaped_rows(path: str, tensor: Tensor, dims: tuple[int, ...], length: int) -> Tensor:

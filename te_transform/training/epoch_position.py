@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from te_transform.training.length_schedule import CurriculumError
+
 
 @dataclass
 class EpochPosition:
@@ -28,14 +30,24 @@ class EpochPosition:
             self.skipped = batches
 
     def map(self, loader: Iterable[Any], function: Callable[[Any], Any]) -> Iterator[Any]:
-        """Yield `function(batch)` for each batch of the rest of the epoch."""
+        """Yield `function(batch)` for each batch of the rest of the epoch.
+
+        Raises:
+            CurriculumError: after a resume, the epoch has fewer batches than were skipped.
+        """
         skipped, self.skipped = self.skipped, 0
         self.batches = self.batches if keeps_position(loader) or skipped else 0
-        for number, batch in enumerate(loader):
-            if number >= skipped:
+        number = 0
+        for number, batch in enumerate(loader, start=1):
+            if number > skipped:
                 result = function(batch)
                 self.batches += 1
                 yield result
+        if number < skipped:
+            raise CurriculumError(
+                f"expected an epoch of at least the {skipped} batches before the checkpoint, got {number}; "
+                "resume with the loader and the batch size of the checkpoint"
+            )
         self.batches = 0
 
 

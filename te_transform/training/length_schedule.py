@@ -79,7 +79,7 @@ def length_schedule(
             )
         _check_stages(schedule, max_length, total, bucket)
         return LengthSchedule(min(schedule.values()), max_length, total, dict(schedule), bucket)
-    if schedule not in SCHEDULES:
+    if not isinstance(schedule, str) or schedule not in SCHEDULES:
         suggested = did_you_mean(schedule, SCHEDULES) if isinstance(schedule, str) else ""
         raise CurriculumError(
             "expected schedule='linear', 'root', or a mapping of step or token to length such as "
@@ -103,7 +103,7 @@ def check_count(name: str, value: Any) -> None:
         CurriculumError: the argument has another value.
     """
     if not is_count(value):
-        raise CurriculumError(f"expected {name} of at least 1, got {value!r}; pass a positive integer")
+        raise CurriculumError(f"expected {name} of at least 1, got {value!r}; pass a positive int")
 
 
 def _check_length(name: str, length: int, bucket: int) -> None:
