@@ -1,6 +1,7 @@
 """Schedulers that count tokens, warm-up in steps, and the norms of Adam's second moments."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -138,6 +139,7 @@ def test_a_rate_in_a_tensor_stays_the_same_tensor() -> None:
         ({"scheduler": ReduceLROnPlateau}, "got a ReduceLROnPlateau; step that beside the optimizer"),
         ({"tokens_per_step": 0}, "expected tokens_per_step of at least 1, got 0"),
         ({"warmup_steps": -1}, "expected warmup_steps of at least 1, got -1"),
+        ({"scheduler": lambda o: TokenSchedule(ExponentialLR(o, 0.5), 9)}, "got a TokenSchedule; step that"),
         ({"source": 5}, "expected a source with the number of tokens, got a int"),
     ],
 )
@@ -159,6 +161,51 @@ def test_a_step_needs_a_number_of_tokens() -> None:
     assert schedule.steps == 0
 
 
+def test_a_source_that_counts_again_from_zero_goes_on() -> None:
+    """Trainer's second train() starts the curriculum again; the rate decays by the new tokens."""
+    ours, source = optimizer(), SimpleNamespace(tokens=0)
+    schedule, found = TokenSchedule(ExponentialLR(ours, 0.5), 100, source=source), []
+    for total in (60, 120, 60, 120, 180):
+        source.tokens = total
+        ours.step()
+        schedule.step()
+        found.append(rates(ours)[0])
+    assert found == [0.1, 0.05, 0.05, 0.025, 0.0125]
+
+
+STATES: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "got one without tokens, start, steps, ticks, rates, scheduler": lambda state: None,
+    "got one without rates; pass": lambda state: {name: state[name] for name in state if name != "rates"},
+    "got one without tokens; pass": lambda state: state | {"tokens": "many"},
+    "expected the 1 parameter groups of the schedule, got an optimizer of 2": lambda state: (
+        state | {"rates": [0.1]}
+    ),
+}
+
+
+@pytest.mark.parametrize("message", STATES)
+def test_a_wrong_state_changes_nothing(message: str) -> None:
+    ours = optimizer()
+    schedule = TokenSchedule(ExponentialLR(ours, 0.5), 100)
+    ours.step()
+    schedule.step(150)
+    before = schedule.state_dict(), rates(ours)
+    with pytest.raises(CurriculumError, match=message):
+        schedule.load_state_dict(STATES[message](schedule.state_dict()))
+    assert (schedule.state_dict(), rates(ours)) == before
+
+
+def test_a_group_that_is_added_later_is_an_error() -> None:
+    ours = optimizer()
+    schedule = TokenSchedule(ExponentialLR(ours, 0.5), 100)
+    ours.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+    with pytest.raises(
+        CurriculumError, match="expected the 2 parameter groups of the schedule, got an optim"
+    ):
+        schedule.step(100)
+    assert schedule.steps == schedule.ticks == 0
+
+
 def test_norms_of_the_second_moments() -> None:
     ours = optimizer()
     with pytest.raises(CurriculumError, match="got a AdamW without; pass an optimizer"):
@@ -172,3 +219,9 @@ def test_norms_of_the_second_moments() -> None:
     assert found.max == pytest.approx(4 * root)
     with pytest.raises(CurriculumError, match="got a SGD without"):
         variance_norms(SGD([nn.Parameter(torch.ones(1))]))
+    with pytest.raises(CurriculumError, match="got a NoneType without"):
+        variance_norms(None)
+    empty = AdamW([nn.Parameter(torch.ones(0))])
+    empty.param_groups[0]["params"][0].grad = torch.ones(0)
+    empty.step()
+    assert variance_norms(empty) == (0.0, 0.0)

@@ -19,6 +19,9 @@ class CountsTokens(Protocol):
         ...
 
 
+_STATE_TYPES = {"tokens": int, "start": int, "steps": int, "ticks": int, "rates": list, "scheduler": dict}
+
+
 class TokenSchedule(LRScheduler):
     """A torch scheduler that steps once per number of tokens. The warm-up of the rate counts optimizer steps.
 
@@ -51,7 +54,9 @@ class TokenSchedule(LRScheduler):
         Raises:
             CurriculumError: the value of an argument is invalid. Learning rates are unchanged.
         """
-        if not isinstance(scheduler, LRScheduler) or isinstance(scheduler, ReduceLROnPlateau):
+        if not isinstance(scheduler, LRScheduler) or isinstance(
+            scheduler, (ReduceLROnPlateau, TokenSchedule)
+        ):
             raise CurriculumError(
                 f"expected a torch scheduler that counts steps, got a {type(scheduler).__name__}; step that "
                 "beside the optimizer, or pass a torch.optim.lr_scheduler.LRScheduler"
@@ -84,16 +89,13 @@ class TokenSchedule(LRScheduler):
         Without new tokens, a call counts nothing: accelerate calls this method once per process.
 
         Raises:
-            CurriculumError: `tokens` is invalid, or missing without a source.
+            CurriculumError: `tokens` is invalid, or missing without a source. The optimizer has new groups.
         """
-        if tokens is None and self.source is None:
-            raise CurriculumError(
-                "expected a number of tokens, got none; call step(tokens), or pass source=curriculum"
-            )
         if tokens is not None:
             check_count("tokens", tokens)
-        new = self.source.tokens - self.tokens if tokens is None else tokens
-        if new <= 0:
+        self._check_groups(self._rates)
+        new = self._new_tokens() if tokens is None else tokens
+        if not new:
             return
         self.tokens, self.steps = self.tokens + new, self.steps + 1
         due = (self.tokens - self.start) // self.tokens_per_step
@@ -110,19 +112,45 @@ class TokenSchedule(LRScheduler):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the counts, and the state of the scheduler."""
-        names = ("tokens", "start", "steps", "ticks")
-        return {name: getattr(self, name) for name in names} | {
-            "rates": [float(rate) for rate in self._rates],
-            "scheduler": self.scheduler.state_dict(),
-        }
+        rates, scheduler = [float(rate) for rate in self._rates], self.scheduler.state_dict()
+        counts = {"tokens": self.tokens, "start": self.start, "steps": self.steps, "ticks": self.ticks}
+        return counts | {"rates": rates, "scheduler": scheduler}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume from state_dict(). The optimizer has a state of its own."""
-        for name in ("tokens", "start", "steps", "ticks"):
-            setattr(self, name, state[name])
-        self._rates = list(state["rates"])
+        """Resume from state_dict(). The optimizer has a state of its own.
+
+        Raises:
+            CurriculumError: the state does not come from a TokenSchedule, or from one of other groups.
+        """
+        known = state if isinstance(state, dict) else {}
+        if missing := [name for name, kind in _STATE_TYPES.items() if not isinstance(known.get(name), kind)]:
+            raise CurriculumError(
+                f"expected a state of TokenSchedule.state_dict(), got one without {', '.join(missing)}; pass "
+                "the state that was saved for the schedule"
+            )
+        self._check_groups(state["rates"])
         self.scheduler.load_state_dict(state["scheduler"])
+        self.tokens, self.start, self.steps, self.ticks, rates, _ = (state[name] for name in _STATE_TYPES)
+        self._rates = list(rates)
         self._set_rates()
+
+    def _new_tokens(self) -> int:
+        """Return the number of tokens that the source has counted since the last step."""
+        if self.source is None:
+            raise CurriculumError(
+                "expected a number of tokens, got none; call step(tokens), or pass source=curriculum"
+            )
+        if self.source.tokens < self.tokens:  # the source counts again from 0
+            self.start, self.tokens = self.start - self.tokens, 0
+        return self.source.tokens - self.tokens
+
+    def _check_groups(self, rates: list[Any]) -> None:
+        """Raise unless there is a rate for each group of the optimizer."""
+        if len(rates) != len(groups := self.optimizer.param_groups):
+            raise CurriculumError(
+                f"expected the {len(rates)} parameter groups of the schedule, got an optimizer of "
+                f"{len(groups)}; add all groups before you make the schedule"
+            )
 
     def _current(self) -> list[Any]:
         return [float(group["lr"]) for group in self.optimizer.param_groups]

@@ -26,14 +26,14 @@ def variance_norms(optimizer: torch.optim.Optimizer) -> VarianceNorms:
     Raises:
         CurriculumError: the optimizer has no second moments, such as a 1-bit optimizer after the freeze.
     """
-    is_frozen = any(group.get("frozen") for group in optimizer.param_groups)
-    states = [state["exp_avg_sq"] for state in optimizer.state.values() if "exp_avg_sq" in state]
-    if is_frozen or not states:
+    groups, states = getattr(optimizer, "param_groups", ()), getattr(optimizer, "state", {})
+    moments = [state["exp_avg_sq"] for state in states.values() if "exp_avg_sq" in state]
+    if any(group.get("frozen") for group in groups) or not moments:
         raise CurriculumError(
             f"expected second moments (exp_avg_sq), got a {type(optimizer).__name__} without; pass an "
             "optimizer of Adam's family after its first step"
         )
-    whole = (state.full_tensor() if hasattr(state, "full_tensor") else state for state in states)
-    roots = [state.float().sqrt() for state in whole]
+    whole = (moment.full_tensor() if hasattr(moment, "full_tensor") else moment for moment in moments)
+    roots = [moment.float().sqrt() for moment in whole if moment.numel()]
     sums, largest = [root.sum(dtype=torch.float64) for root in roots], [root.max() for root in roots]
-    return VarianceNorms(sum(map(float, sums)), max(map(float, largest)))
+    return VarianceNorms(sum(map(float, sums)), max(map(float, largest), default=0.0))
