@@ -479,8 +479,17 @@ def test_bad_models(message: str) -> None:
 
 def test_a_state_of_something_else() -> None:
     schedule = drop_layers(net(), 100)
-    with pytest.raises(OptionError, match="expected the keys steps, total_steps, theta, gamma, seed, got a;"):
-        schedule.load_state_dict({"a": 1})
+    state = schedule.state_dict()
+    wrong = {
+        "expected the keys steps, total_steps, theta, gamma, seed, got a;": {"a": 1},
+        "expected the keys steps, total_steps, theta, gamma, seed, got none;": None,
+        "expected steps of 0 or more, got -1; pass the number of past steps": state | {"steps": -1},
+        "expected theta in \\(0, 1\\], got 7": state | {"theta": 7},
+    }
+    for message, given in wrong.items():
+        with pytest.raises(OptionError, match=message):
+            schedule.load_state_dict(given)
+        assert schedule.state_dict() == state
 
 
 def test_caches_of_keys_and_values_keep_layers_from_being_dropped() -> None:

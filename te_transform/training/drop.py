@@ -44,7 +44,10 @@ class LayerDropping:
     """
 
     def __init__(
-        self, model: nn.Module, found: tuple[tuple[str, ...], dict[str, str]], **settings: Any
+        self,
+        model: nn.Module,
+        found: tuple[tuple[str, ...], dict[str, str]],
+        settings: dict[str, Any],
     ) -> None:
         self.layers, self.refused = found
         self.steps = 0
@@ -109,16 +112,19 @@ class LayerDropping:
         """Resume from a state of state_dict().
 
         Raises:
-            OptionError: the state does not come from a LayerDropping.
+            OptionError: the state does not come from a LayerDropping, or a number is out of range.
         """
-        needed, given = ", ".join(self.state_dict()), ", ".join(map(str, state))
-        if set(state) != set(self.state_dict()):
+        given = dict(state) if isinstance(state, Mapping) else {}
+        if set(given) != set(self.state_dict()):
+            needed, found = ", ".join(self.state_dict()), ", ".join(map(str, given))
             raise OptionError(
-                f"expected the keys {needed}, got {given or 'none'}; pass what "
+                f"expected the keys {needed}, got {found or 'none'}; pass what "
                 "LayerDropping.state_dict() returned"
             )
-        self.steps = state["steps"]
-        self._settings = {name: state[name] for name in self._settings}
+        if not is_count(steps := given.pop("steps"), least=0):
+            raise OptionError(f"expected steps of 0 or more, got {steps!r}; pass the number of past steps")
+        self._settings = _checked_settings(**given)
+        self.steps = steps
         self._has_run = False
 
     def remove(self) -> None:
@@ -163,19 +169,18 @@ def drop_layers(
         OptionError: a number is out of range, or the model was converted in a mode that runs as a whole.
         ModelError: no model was converted, or it has no residual branches x + f(norm(x)) of its own layers.
     """
-    gamma = _check_schedule(total_steps, theta, gamma, seed)
+    settings = _checked_settings(total_steps, theta, gamma, seed)
     model, runner = _converted_with_runner(converted)
     _check_mode(runner)
     layers = _layers_and_refusals(model, runner)
-    settings = {"total_steps": total_steps, "theta": theta, "gamma": gamma, "seed": seed}
-    schedule = LayerDropping(model, layers, **settings)
+    schedule = LayerDropping(model, layers, settings)
     decide_on_layers(model, runner, schedule)
     log.info("%d layers may be dropped, %d may not", len(schedule.layers), len(schedule.refused))
     return schedule
 
 
-def _check_schedule(total_steps: int, theta: float, gamma: float | None, seed: int) -> float:
-    """Check all numbers, and return gamma."""
+def _checked_settings(total_steps: int, theta: float, gamma: float | None, seed: int) -> dict[str, Any]:
+    """Check all numbers, and return the settings of a schedule."""
     if not is_count(total_steps):
         raise OptionError(
             f"expected total_steps of 1 or more, got {total_steps!r}; pass the number of optimizer steps"
@@ -187,9 +192,10 @@ def _check_schedule(total_steps: int, theta: float, gamma: float | None, seed: i
         )
     if gamma is not None and (not isinstance(gamma, (int, float)) or not 0 < gamma < math.inf):
         raise OptionError(f"expected gamma above 0, got {gamma!r}; pass None for 100 / total_steps")
-    if not isinstance(seed, int):
+    if not isinstance(seed, int) or isinstance(seed, bool):
         raise OptionError(f"expected an integer seed, got {seed!r}; pass the same integer on all ranks")
-    return 100 / total_steps if gamma is None else float(gamma)
+    gamma = 100 / total_steps if gamma is None else float(gamma)
+    return {"total_steps": total_steps, "theta": theta, "gamma": gamma, "seed": seed}
 
 
 def _converted_with_runner(model: Any) -> tuple[nn.Module, Runner]:
