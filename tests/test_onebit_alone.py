@@ -1,5 +1,7 @@
 """1-bit optimizers in one process: what they refuse, and what a group of one rank computes."""
 
+import copy
+import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -49,6 +51,10 @@ WRONG = {
     "lr": ({"lr": -1.0}, "expected lr >= 0, got -1.0"),
     "not a number": ({"eps": float("nan")}, "expected eps >= 0, got nan"),
     "betas": ({"betas": (0.9, 1.0)}, r"expected betas in \[0, 1\), got \(0.9, 1.0\)"),
+    "one beta": ({"betas": (0.9,)}, r"expected betas in \[0, 1\), got \(0.9,\); pass two such numbers"),
+    "no numbers": ({"betas": 0.9}, r"expected betas in \[0, 1\), got 0.9"),
+    "no rate": ({"lr": None}, "expected lr >= 0, got None"),
+    "a rate in a text": ({"lr": "0.1"}, "expected lr >= 0, got '0.1'"),
     "no steps": ({"freeze_step": 0}, "expected freeze_step to be a number of steps >= 1, got 0"),
     "True": ({"freeze_step": True}, "expected freeze_step to be a number of steps >= 1, got True"),
     "a text": ({"freeze_step": "never"}, "expected freeze_step to be a number of steps >= 1, got 'never'"),
@@ -136,6 +142,40 @@ def test_states_of_other_optimizers() -> None:
     step(own, other)
     with pytest.raises(OneBitError, match="got one of another optimizer with max_exp_avg_sq"):
         OneBitAdam(own.parameters()).load_state_dict(other.state_dict())
+
+
+STATES: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "expected a state of OneBitAdam with state and param_groups, got none": lambda state: {},
+    "expected a state of OneBitAdam with state and param_groups, got NoneType": lambda state: None,
+    r"expected exp_avg of shape \(7, 5\) for a parameter of shape \(7, 5\), got \(1, 5\)": lambda state: (
+        changed(state, exp_avg=torch.ones(1, 5))
+    ),
+    r"expected errors of shape \(2, 36\) for a parameter of shape \(7, 5\), got \(2, 5\)": lambda state: (
+        changed(state, errors=torch.ones(2, 5))
+    ),
+    r"a state of every trained parameter after the freeze, got none for shape \(5, 7\)": lambda state: (
+        state | {"state": {index: state["state"][index] for index in (0, 1, 3)}}
+    ),
+}
+
+
+def changed(state: dict[str, Any], **values: Any) -> dict[str, Any]:
+    """Return a state with other values for the first parameter."""
+    return state | {"state": state["state"] | {0: state["state"][0] | values}}
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("message", STATES)
+def test_a_state_of_other_parameters_changes_nothing(message: str) -> None:
+    own = model()
+    optimizer = OneBitAdam(own.parameters(), freeze_step=1)
+    step(own, optimizer)
+    before = copy.deepcopy(optimizer.state_dict())
+    with pytest.raises(OneBitError, match=message):
+        optimizer.load_state_dict(STATES[message](copy.deepcopy(before)))
+    after = optimizer.state_dict()
+    assert after["param_groups"] == before["param_groups"]
+    torch.testing.assert_close(after["state"], before["state"], rtol=0, atol=0)
 
 
 @pytest.mark.usefixtures("group")
@@ -244,6 +284,29 @@ def test_bits_are_in_the_order_of_numbers() -> None:
     assert values.tolist() == [[0, 0, -1, -1, -1, 2, 0, 0]]
 
 
-def test_a_group_that_is_given_is_the_group() -> None:
-    given: Any = object()
+@pytest.mark.usefixtures("group")
+def test_the_group_that_is_given() -> None:
+    given = dist.new_group()
     assert checks.process_group(given) is given
+    with pytest.raises(OneBitError, match="expected a process group that contains this rank, got -100; make"):
+        checks.process_group(dist.GroupMember.NON_GROUP_MEMBER)
+
+
+@pytest.mark.usefixtures("group")
+def test_parameters_that_are_all_frozen_at_first() -> None:
+    own = model().requires_grad_(False)
+    optimizer = OneBitAdam(own.parameters())
+    optimizer.step()
+    own.requires_grad_(True)
+    with pytest.raises(OneBitError, match="expected parameters that train from the first step on"):
+        step(own, optimizer)
+
+
+@pytest.mark.usefixtures("group")
+def test_a_copy_has_no_process_group() -> None:
+    optimizer = OneBitAdam(model().parameters())
+    for duplicate in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(
+            OneBitError, match="expected a OneBitAdam to stay in its process, got a deepcopy or"
+        ):
+            duplicate(optimizer)

@@ -193,12 +193,16 @@ class OneBitAdam(OneBitOptimizer):
             values.masked_fill_(denominator.isinf(), 0.0)
 
     def _compressed(self, layout: FlatLayout, gradients: GradientsOf) -> None:
-        self._add_to_update(layout, gradients)
-        self._mean(self._flat["exp_avg"])
-        self._clear_unused(layout, self._flat["exp_avg"])
+        self._exchange_update(layout, gradients)
         with self._weights(layout) as weights:
             for group, trained in self._trained_groups(layout):
                 self._descend(group, trained, weights)
+
+    def _exchange_update(self, layout: FlatLayout, gradients: GradientsOf) -> None:
+        """Add the gradients to u, and replace u by its compressed mean over ranks."""
+        self._add_to_update(layout, gradients)
+        self._mean(self._flat["exp_avg"])
+        self._clear_unused(layout, self._flat["exp_avg"])
 
     def _add_to_update(self, layout: FlatLayout, gradients: GradientsOf) -> None:
         """Compute beta1 * u + (1 - beta1) * g / denominator. A missing gradient counts as zeros."""

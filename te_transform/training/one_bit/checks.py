@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -22,10 +23,19 @@ class OneBitError(RuntimeError):
 def check_options(group: dict[str, Any]) -> None:
     """Raise OneBitError if an option of a parameter group is out of range."""
     for name in ("lr", "eps", "weight_decay"):
-        if not float(group[name]) >= 0:
+        if not _number(group[name]) >= 0:
             raise OneBitError(f"expected {name} >= 0, got {group[name]!r}; pass a number from 0 on")
-    if not all(0 <= beta < 1 for beta in group["betas"]):
+    betas = group["betas"] if isinstance(group["betas"], (tuple, list)) else ()
+    if len(betas) != 2 or not all(0 <= _number(beta) < 1 for beta in betas):
         raise OneBitError(f"expected betas in [0, 1), got {group['betas']!r}; pass two such numbers")
+
+
+def _number(value: Any) -> float:
+    """Return a number, or NaN for any other value."""
+    try:
+        return math.nan if isinstance(value, str) else float(value)
+    except (TypeError, ValueError, RuntimeError):
+        return math.nan
 
 
 def check_steps(name: str, steps: Any) -> None:
@@ -55,8 +65,13 @@ def check_parameter(parameter: Tensor) -> None:
 
 def process_group(given: dist.ProcessGroup | None) -> dist.ProcessGroup:
     """Return the given group, or the default one; raise OneBitError if there is none."""
-    if given is not None:
+    if isinstance(given, dist.ProcessGroup):
         return given
+    if given is not None:  # dist.new_group() returns a number to the ranks outside of the group
+        raise OneBitError(
+            f"expected a process group that contains this rank, got {given!r}; make the optimizer only on "
+            "the ranks of the group"
+        )
     if not dist.is_available() or not dist.is_initialized():
         raise OneBitError(
             "expected a process group, got none; call torch.distributed.init_process_group() first (torchrun "
@@ -79,8 +94,9 @@ def check_ddp(model: Any, parameters: set[nn.Parameter], group: dist.ProcessGrou
     """Raise OneBitError unless `model` is DDP over the same group, with the same parameters."""
     if not isinstance(model, DistributedDataParallel):
         raise OneBitError(
-            f"expected a DistributedDataParallel model, got {type(model).__name__}; wrap the model in it, or "
-            "leave register() out: step() then averages gradients itself during the warm-up"
+            f"expected a DistributedDataParallel model, got {type(model).__name__}; pass the DDP model "
+            "itself, not compiled, or leave register() out: step() then averages gradients itself during the "
+            "warm-up"
         )
     if dist.get_process_group_ranks(model.process_group) != dist.get_process_group_ranks(group):
         raise OneBitError(

@@ -60,19 +60,14 @@ class OneBitLamb(OneBitAdam):
         for state in (self.state[p] for p in layout.parameters if self._has_trained(p)):
             state["coefficient"].div_(1 - AVERAGED ** state["step"].item())
 
-    def _compressed(self, layout: FlatLayout, gradients: GradientsOf) -> None:
-        self._before = self._flat["exp_avg"].clone()
-        super()._compressed(layout, gradients)
-        del self._before
-
-    def _clear_unused(self, layout: FlatLayout, values: Tensor) -> None:
-        """Zero the elements without an update, and track the variance that the exchanged values imply."""
-        super()._clear_unused(layout, values)
+    def _exchange_update(self, layout: FlatLayout, gradients: GradientsOf) -> None:
+        """Exchange u, and track the variance of the gradients that the change of u implies."""
+        before, update = self._flat["exp_avg"].clone(), self._flat["exp_avg"]
+        super()._exchange_update(layout, gradients)
         for index, group in enumerate(self.param_groups):
             beta1, beta2 = group["betas"]
-            parts = (
-                layout.parts(flat, index) for flat in (self._before, values, self._flat["relative_variance"])
-            )
+            flats = before, update, self._flat["relative_variance"]
+            parts = (layout.parts(flat, index) for flat in flats)
             for old, new, variance in zip(*parts, strict=True):
                 gradient = new.sub(old, alpha=beta1).div_(1 - beta1)
                 variance.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)

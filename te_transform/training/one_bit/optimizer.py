@@ -120,8 +120,8 @@ class OneBitOptimizer(torch.optim.Optimizer):
                 loss = closure()
         is_first = self._layout is None
         layout = self._laid_out()
+        self._check_gradients(layout)
         if layout.parameters:
-            self._check_gradients(layout)
             if is_first and layout.world_size > 1:
                 self._check_ranks(layout)
             if not self._overflowed():
@@ -294,14 +294,30 @@ class OneBitOptimizer(torch.optim.Optimizer):
         or with another number of ranks.
 
         Raises:
-            OneBitError: the state belongs to another optimizer.
+            OneBitError: the state belongs to another optimizer, or to other parameters.
         """
         saved.check(state_dict, {*self._buffers, *self._scalars}, type(self).__name__)
+        states = saved.by_parameter(state_dict, self._parameters())
+        is_frozen = any(group["frozen"] for group in state_dict["param_groups"])
+        needed = [p for p in self._parameters() if p.requires_grad and is_frozen]
+        saved.check_parameters(states, needed, self._shapes)
         super().load_state_dict({**state_dict, "state": {}})
         self._reset()
-        if state_dict["state"]:
+        if states:
             with torch.no_grad():
-                self._load(saved.by_parameter(state_dict, self._parameters()), self._laid_out())
+                self._load(states, self._laid_out())
+
+    def _shapes(self, parameter: nn.Parameter) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the saved state of a parameter, by name."""
+        errors = {saved.ERRORS: (2, 1 + parameter.numel())} if parameter.dim() > 1 else {}
+        buffers = dict.fromkeys(self._buffers, tuple(parameter.shape))
+        return buffers | dict.fromkeys(self._scalars, ()) | errors
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise OneBitError(
+            f"expected a {type(self).__name__} to stay in its process, got a deepcopy or pickle, which has "
+            "no process group; make another optimizer, and load what state_dict() returned"
+        )
 
     def _start(self) -> None:
         """Make the state on first use, with its final names: checkpoints are read by name."""

@@ -8,6 +8,7 @@ torch.distributed.checkpoint saves a tensor of any rank if several ranks have te
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Iterable
 from itertools import chain
 from typing import Any
 
@@ -21,6 +22,7 @@ log = logging.getLogger(__name__)
 ERRORS = "errors"
 OF_ALL_RANKS = (-1, -1)  # the owner of errors that belong to all ranks
 State = dict[nn.Parameter, dict[str, Any]]
+Shapes = Callable[[nn.Parameter], dict[str, tuple[int, ...]]]
 ErrorOwner = tuple[int, int]
 
 
@@ -43,6 +45,12 @@ def with_errors(
 
 def check(state_dict: dict[str, Any], names: set[str], optimizer: str) -> None:
     """Raise OneBitError if another class of optimizer made the state."""
+    if not isinstance(state_dict, dict) or not {"state", "param_groups"} <= set(state_dict):
+        given = ", ".join(map(str, state_dict)) if isinstance(state_dict, dict) else type(state_dict).__name__
+        raise OneBitError(
+            f"expected a state of {optimizer} with state and param_groups, got {given or 'none'}; load what "
+            f"{optimizer}.state_dict() returned"
+        )
     found = [set(state) - {ERRORS} for state in state_dict["state"].values()]
     foreign = sorted({name for state in found for name in state ^ names})
     if foreign or any("frozen" not in group for group in state_dict["param_groups"]):
@@ -53,11 +61,32 @@ def check(state_dict: dict[str, Any], names: set[str], optimizer: str) -> None:
         )
 
 
+def check_parameters(states: State, needed: Iterable[nn.Parameter], shapes: Shapes) -> None:
+    """Raise OneBitError if the states belong to other parameters, or lack a needed parameter.
+
+    `shapes` returns the expected shapes of the state of a parameter by name.
+    """
+    if missing := [tuple(p.shape) for p in needed if p not in states]:
+        raise OneBitError(
+            f"expected a state of every trained parameter after the freeze, got none for shape {missing[0]}; "
+            "freeze the parameters that were frozen in the saved run"
+        )
+    for parameter in states:
+        found = {name: tuple(getattr(value, "shape", ())) for name, value in states[parameter].items()}
+        if different := set(found.items()) ^ set(shapes(parameter).items()):
+            name, _ = min(different)
+            raise OneBitError(
+                f"expected {name} of shape {shapes(parameter).get(name)} for a parameter of shape "
+                f"{tuple(parameter.shape)}, got {found.get(name)}; load the state of the same model, with "
+                "its parameters in the same order"
+            )
+
+
 def by_parameter(state_dict: dict[str, Any], parameters: list[nn.Parameter]) -> State:
     """Return the saved state of each parameter, by the order of the groups."""
     keys = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
-    states = state_dict["state"]
-    return {p: states[key] for key, p in zip(keys, parameters, strict=True) if key in states}
+    states = state_dict["state"]  # torch.optim.Optimizer compares the sizes of groups
+    return {p: states[key] for key, p in zip(keys, parameters, strict=False) if key in states}
 
 
 def owners(states: State) -> set[ErrorOwner]:
