@@ -173,6 +173,68 @@ def test_layers_behind_graph_breaks_have_draws_of_their_own() -> None:
         torch.testing.assert_close(model(X), by_hand(model, factors))
 
 
+class Flat(ranks.Block):
+    """Flattens [batch, length] behind the norm, as mixtures of experts."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        x = x + self.o(self.q(y) * torch.tanh(self.k(y)))
+        return x + self.mlp(self.norm2(x).flatten(0, 1)).view_as(x)
+
+
+def test_a_branch_that_flattens_the_stream_is_dropped_with_its_layer() -> None:
+    original = Net()
+    original.blocks = nn.ModuleList(Flat() for _ in range(LAYERS))
+    model = te_transform.convert(original, X, verify=False, inplace=True).train()
+    factors = {f"blocks.{number}": factor for number, factor in enumerate((1.5, None, 2.0, None))}
+    drop_layers(model, 100)
+    decide_on_layers(model, runner_of(model), Fixed(factors))
+    torch.testing.assert_close(model(X), by_hand(model, factors))
+
+
+class Crossed(nn.Module):
+    """Decoder layers that read an encoder, and one table that all of them read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.begin = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.table = nn.Parameter(torch.randn(WIDTH))
+        self.layers = nn.ModuleList(Crossing() for _ in range(2))
+        self.head = nn.Linear(WIDTH, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        memory, stream, table = self.encoder(x), self.begin(x), self.table.sin()
+        for layer in self.layers:
+            stream = layer(stream, memory, table)
+        return self.head(stream)
+
+
+class Crossing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.key = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, memory: Tensor, table: Tensor) -> Tensor:
+        return x + self.norm(x) * self.key(memory) * table
+
+
+def test_weights_that_only_dropped_layers_need_get_zeros_under_ddp(process_group: None) -> None:
+    model = te_transform.convert(Crossed(), X, verify=False, inplace=True).train()
+    drop_layers(model, 100)
+    ddp = DistributedDataParallel(model)
+    for factors in itertools.product((1.0, None), repeat=2):
+        policy = Fixed({f"layers.{number}": factor for number, factor in enumerate(factors)})
+        decide_on_layers(model, runner_of(model), policy)
+        model.zero_grad()
+        ddp(X).sum().backward()
+        grads = {name: parameter.grad for name, parameter in model.named_parameters()}
+        unread = {"table", "encoder.weight"} if factors == (None, None) else set()
+        unread |= {f"layers.{n}.key.weight" for n, factor in enumerate(factors) if factor is None}
+        named = ("table", "encoder.weight", "head.weight", "layers.0.key.weight", "layers.1.key.weight")
+        zeros = {name for name in named if not grads[name].any()}
+        assert zeros == unread
+
+
 # what stays as it is
 
 

@@ -22,7 +22,7 @@ from te_transform.plan.assign import put_in_recipe
 from te_transform.plan.match import Plan, plan
 from te_transform.plan.options import Options
 from te_transform.training.block_calls import ends
-from te_transform.training.residual import Layer, residual
+from te_transform.training.residual import Layer, residual, unreached_arguments
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ def layered_plan(
     """Plan a captured graph with marked layers. Return None if no layer can be left out."""
     found = residual(plan_)
     for reason in dict.fromkeys(found.refused.values()):
-        paths = [path for path, why in found.refused.items() if why == reason]
+        paths = [path or plan_.modules[0] for path, why in found.refused.items() if why == reason]
         tell(sentence := f"{_never_trained(paths)} never dropped: {reason}")
         log.warning(sentence)
     if not found.layers:
@@ -161,13 +161,14 @@ class Layered:
         ends.set((arguments[found[0]], outputs[found[1]]) if is_whole else None)
 
     def _with_zeros(self, outputs: Any, arguments: Sequence[Any], left_out: frozenset[int]) -> Any:
-        """Give the parameters of dropped layers zero gradients in the backward of the outputs, for DDP."""
+        """Give arguments that only dropped layers need zero gradients in the backward of outputs, for DDP."""
         if not in_backward():
             self.needs_zeros = waits_for_all_gradients()
         if not (self.needs_zeros and left_out and torch.is_grad_enabled()):
             return outputs
-        places = {place for number in left_out for place in self.weights[number]}
-        weights = [arguments[place] for place in sorted(places) if is_trained(arguments[place])]
+        unread = unreached_arguments([self.layers[number] for number in left_out])
+        given = (arguments[self.places[node.name]] for node in unread)
+        weights = [argument for argument in given if is_trained(argument)]
         trained = [place for place, held in enumerate(outputs) if is_trained(held)]
         if not (weights and trained):
             return outputs

@@ -119,6 +119,22 @@ def residual(plan: Plan) -> Residual:
     return Residual(tuple(kept), refused)
 
 
+def unreached_arguments(layers: Sequence[Layer]) -> list[fx.Node]:
+    """Return the arguments of a captured graph that get no gradient if these layers are left out.
+
+    Besides the layers' weights, these are weights for the keys and values of cross-attention, a table of
+    positions if all its layers are left out, and an encoder then.
+    """
+    graph, ends = layers[0].end.graph, {layer.start: layer.end for layer in layers}
+    left_out = {node for layer in layers for node in layer.inside} - set(ends.values())
+    reached: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        is_read = not reached.isdisjoint(node.users) or ends.get(node) in reached
+        if node.op == "output" or (is_read and node not in left_out):
+            reached.add(node)
+    return [node for node in graph.nodes if node.op == "placeholder" and node not in reached]
+
+
 def _sums(graph: fx.Graph) -> dict[fx.Node, tuple[fx.Node, fx.Node]]:
     """Return the sums of a stream and a branch, in order, each with its stream and branch."""
     sums: dict[fx.Node, tuple[fx.Node, fx.Node]] = {}
@@ -168,14 +184,16 @@ def _reads_by_norms(branch: fx.Node, stream: Sequence[fx.Node]) -> bool:
             continue
         seen.add(node)
         inputs = node.all_input_nodes
-        if node.target in ops.NORMS and _uncast(node.args[0]) in of_stream:
+        if node.target in ops.NORMS and _normed(node) in of_stream:
             is_read, inputs = True, inputs[1:]
         waiting += inputs
     return is_read
 
 
-def _uncast(node: Any) -> Any:
-    while isinstance(node, fx.Node) and node.target is ops.cast:
+def _normed(norm: fx.Node) -> Any:
+    """Return the value that a norm reads, before casts and reshapes: experts flatten [batch, sequence]."""
+    node = norm.args[0]
+    while isinstance(node, fx.Node) and node.target in (ops.cast, torch.reshape):
         node = node.args[0]
     return node
 
