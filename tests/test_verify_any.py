@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -34,12 +35,12 @@ class Attention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
-        self.scale, self.reads_mask = None, True
+        self.scale, self.reads_mask, self.p = None, True, 0.0
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         q, k, v = (p(x).unflatten(-1, (2, -1)).transpose(1, 2) for p in (self.q, self.k, self.v))
         mask = mask if self.reads_mask else torch.ones(mask.shape[-2:], dtype=torch.bool).tril()
-        y = F.scaled_dot_product_attention(q, k, v, mask, scale=self.scale)
+        y = F.scaled_dot_product_attention(q, k, v, mask, self.p if self.training else 0.0, scale=self.scale)
         return self.o(y.transpose(1, 2).flatten(2))
 
 
@@ -587,3 +588,155 @@ def test_assert_same_shows_the_comparison(few: None) -> None:
     with pytest.raises(AssertionError, match=r"(?s)Returns: NOT the same.*guilty: the model itself"):
         te_transform.assert_same(model, Returns(lambda y: 1.01 * y), X)
     assert isinstance(verify(model, model, X), Verification)
+
+
+# What one comparison of outputs does not show
+
+
+def kept_from_first_call(module: nn.Module, x: Tensor) -> Tensor:
+    vars(module).setdefault("length", x.shape[1])
+    return module.linear(x) * (1.0 if module.length == x.shape[1] else 1.1)
+
+
+def kept_graph(module: nn.Module, x: Tensor) -> Tensor:
+    vars(module).setdefault("doubled", 2 * module.linear.weight)
+    return F.linear(x, module.doubled / 2, module.linear.bias)
+
+
+class Calls(Returns):
+    """A function of the module and its input."""
+
+    def forward(self, x: Tensor) -> Any:
+        return self.result(self, x)
+
+
+@pytest.mark.usefixtures("few")
+@pytest.mark.parametrize("keeps", [kept_from_first_call, kept_graph])
+def test_what_a_model_keeps_from_earlier_calls(keeps: Callable[[nn.Module, Tensor], Tensor]) -> None:
+    result = verify(Returns(lambda y: y), Calls(keeps), X)
+    assert not result
+    assert all("after other calls" in row.inputs for row in result.rows if not row.ok)
+
+
+DROPOUTS = {
+    "another p": (lambda m: setattr(m.blocks[1].drop, "p", 0.1), "blocks.1.drop", "training"),
+    "in evaluation": (
+        lambda m: setattr(m.blocks[1].drop, "forward", partial(F.dropout, p=0.5)),
+        "blocks.1.drop",
+        "evaluation",
+    ),
+    "in attention": (lambda m: setattr(m.blocks[0].attention, "p", 0.2), "blocks.0.attention", "training"),
+}
+
+
+@pytest.mark.parametrize("which", DROPOUTS)
+def test_dropouts_have_the_same_probabilities(which: str) -> None:
+    change, path, mode = DROPOUTS[which]
+    model = words()
+    port = words(of=model)
+    change(port)
+    result = verify(model, port, IDS)
+    assert not result
+    assert result.guilty == (path,)
+    assert result.notes[0].startswith(f"in example inputs, {mode}, output dropout with p=0.")
+
+
+def test_the_dropouts_of_a_compiled_model_are_seen() -> None:
+    port = layers()
+    port[1].p = 0.1
+    assert verify(layers(), compiled(port), X).guilty == ("1",)
+
+
+def test_another_number_of_dropouts_is_noted() -> None:
+    parts = Calls(lambda m, x: torch.cat([F.dropout(row, 0.5, m.training) for row in m.linear(x).split(1)]))
+    result = verify(Calls(lambda m, x: F.dropout(m.linear(x), 0.5, m.training)), parts, X)
+    assert result, str(result)
+    assert result.notes == (
+        "in training, the first model runs 1 dropouts and the second runs 2: check that none is missing",
+    )
+
+
+@pytest.mark.usefixtures("few")
+def test_inputs_that_a_forward_writes_to() -> None:
+    writes, reads = Calls(lambda m, x: m.linear(x.mul_(2))), Calls(lambda m, x: m.linear(2 * x))
+    assert verify(writes, copy.deepcopy(writes), X)
+    for models, told in (((writes, reads), "is missing"), ((reads, writes), "is not in the original")):
+        failed = {str(row) for row in verify(*models, X).rows if not row.ok}
+        assert f"output written input 0 {told}" in failed
+
+
+def test_buffers_that_only_the_second_model_updates(few: None) -> None:
+    models = [Calls(lambda m, x: m.linear(x)), Calls(lambda m, x: m.linear(x + 0 * m.count.add_(1)))]
+    for model in models:
+        model.register_buffer("count", torch.zeros(()))
+    result = verify(*models, X)
+    assert "output buffer count is not in the original" in result.notes[0]
+
+
+class Scaled(torch.autograd.Function):
+    """An identity whose gradient is wrong."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return 1.1 * gradient
+
+
+def test_complex_outputs_and_weights_are_compared(few: None) -> None:
+    def product(factors: Callable[[Tensor], Tensor]) -> nn.Module:
+        made = Calls(lambda m, x: factors(m.turn) * torch.fft.fft(m.linear(x)))
+        made.turn = nn.Parameter(torch.polar(torch.ones(WIDTH), torch.arange(float(WIDTH))))
+        return made
+
+    model = product(lambda turn: turn)
+    assert verify(model, product(lambda turn: torch.view_as_complex(torch.view_as_real(turn))), X)
+    wrong = verify(model, product(Scaled.apply), X)
+    assert "gradient of turn has an error of" in wrong.notes[0]
+
+
+def test_a_model_without_finite_numbers_is_not_verified() -> None:
+    model = Returns(lambda y: y * float("nan"))
+    result = verify(model, copy.deepcopy(model), X)
+    assert not result
+    assert "NOT verified, output has no finite number for any inputs" in result.title
+
+
+@pytest.mark.usefixtures("few")
+def test_padding_on_the_right_is_compared() -> None:
+    model = words()
+    port = words(of=model)
+    forward = port.forward
+    port.forward = lambda input_ids, attention_mask=None: forward(
+        input_ids, None if attention_mask is None else attention_mask.sort(-1).values
+    )
+    result = verify(model, port, IDS)
+    assert not result
+    assert {row.inputs.partition(",")[0] for row in result.rows if not row.ok} == {"right-padded"}
+
+
+def test_a_small_gradient_must_not_get_lost_and_bool_outputs_do_not_disturb(few: None) -> None:
+    def small(bias: Callable[[nn.Module], Tensor]) -> nn.Module:
+        made = Calls(lambda m, x: (m.linear(x) + 1e-3 * bias(m), x > 0)).bfloat16()
+        made.small = nn.Parameter(torch.ones(WIDTH, dtype=torch.bfloat16))
+        return made
+
+    model = small(lambda m: m.small)
+    assert verify(model, small(lambda m: 1 * m.small), X.bfloat16())
+    wrong = verify(model, small(lambda m: m.small.detach()), X.bfloat16())
+    assert "gradient of small has an error of" in str(wrong.notes)
+    assert "more than half of its own norm" in str(wrong.notes)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize(
+    "script", [lambda m: torch.jit.trace(m, X), torch.jit.script], ids=["trace", "script"]
+)
+def test_a_module_of_torch_jit(script: Callable[[nn.Module], nn.Module], few: None) -> None:
+    model = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH))
+    port = copy.deepcopy(model)
+    port[0].eps = 1e-2
+    assert verify(model, script(copy.deepcopy(model)), X)
+    assert not verify(model, script(port), X)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._dynamo import config as dynamo
+from torch.utils._pytree import tree_map_only
 
 from te_transform.execution.attach import original_forward
 from te_transform.graph.errors import in_full
@@ -19,38 +19,47 @@ from te_transform.graph.preserve import same_state
 from te_transform.verify.cases import Case, all_rows, rows_of_case
 from te_transform.verify.compare import GRADIENT, Contenders
 from te_transform.verify.dead import constant_outputs, without_gradient
+from te_transform.verify.dropouts import Dropouts, first_other_dropout
 from te_transform.verify.first_difference import first_difference
+from te_transform.verify.judged import wide_dtype
 from te_transform.verify.layout import Layout
-from te_transform.verify.names import call_uncompiled, plain_name, uncompiled
-from te_transform.verify.outputs import Outputs, Visible, check_outputs
-from te_transform.verify.replay import Subject, in_double
+from te_transform.verify.names import call_uncompiled, forward_parameters, plain_name, uncompiled
+from te_transform.verify.outputs import BUFFER, DROPOUT, Outputs, Visible, check_outputs
+from te_transform.verify.replay import Subject, in_double, named_tensors
 from te_transform.verify.tape import Tape
-from te_transform.verify.variations import EXAMPLE, Variation
+from te_transform.verify.variations import EXAMPLE, LEFT_PADDED, Variation
 from te_transform.verify.verification import Verification
 
 _AUTOCAST = "autocast"
+_CALLED = "after other calls"
 _MASK = "attention_mask"
 # After this many captures, dynamo would run a compiled model uncompiled.
 _COMPILES_EACH_CASE = {"recompile_limit": 2**10, "accumulated_recompile_limit": 2**14}
-_OWNED = (GRADIENT, "output buffer ")  # the starts of names of rows that end in a tensor's name
+_OWNED = (GRADIENT, f"output {BUFFER}")  # the starts of names of rows that end in a tensor's name
 
 
 @dataclass(frozen=True)
 class AnyPair:
-    """Two models, and the weights of the second as a function of the first's."""
+    """Two models, and the weights of the second as a function of the first's.
+
+    Attributes:
+        earlier: The inputs of earlier calls, in the cases that have some.
+    """
 
     model: nn.Module
     other: nn.Module
     layout: Layout
+    earlier: tuple[Inputs, ...] = ()
 
     @property
     def models(self) -> tuple[nn.Module, nn.Module]:
         return self.model, self.other
 
     @property
-    def modes(self) -> tuple[str, ...]:
+    def modes(self) -> tuple[tuple[str, bool], ...]:
         dtypes = {p.dtype for model in self.models for p in model.parameters() if p.is_floating_point()}
-        return (_AUTOCAST,) if dtypes == {torch.float32} else ()
+        called = (_CALLED, True), (_CALLED, False)
+        return ((_AUTOCAST, True), *called) if dtypes == {torch.float32} else called
 
     @property
     def title(self) -> str:
@@ -75,9 +84,14 @@ class AnyPair:
     def _verification(self, samples: list[Inputs], sets: list[Variation]) -> Verification:
         self._check_outputs(samples[0])
         sets, left_out = self._adapted(sets)
+        # another size comes first: a model may keep what it computed in its first call
+        earlier = tuple(each.inputs for each in sets[::-1] if not each.label.startswith(EXAMPLE))
+        return replace(self, earlier=earlier)._compared(sets, left_out)
+
+    def _compared(self, sets: list[Variation], left_out: list[str]) -> Verification:
         rows, failing, skipped = all_rows(sets, self)
         constant = [] if failing else [*constant_outputs(self.model, sets)]
-        guilty, notes = self._blamed(failing[0]) if failing else ("", [])
+        guilty, notes = self._blamed(failing[0]) if failing else ("", [*self._counts_of_dropouts(sets[0])])
         return Verification(
             self.title,
             (*constant, *self.layout.rows(), *rows),
@@ -103,13 +117,14 @@ class AnyPair:
 
     def _visible(self, inputs: Inputs) -> Visible:
         said = getattr(getattr(self.model, "config", None), "is_encoder_decoder", False)
-        given = inspect.signature(self.model.forward).bind_partial(*inputs.args, **inputs.kwargs).arguments
+        given = {**dict(zip(forward_parameters(self.model), inputs.args, strict=False)), **inputs.kwargs}
         return Visible(given.get(_MASK), said or any(name.startswith("decoder_") for name in given))
 
     def _original(self, case: Case, outputs: Outputs, double: bool = False) -> Subject:
         def call(*args: Any, **kwargs: Any) -> dict[str, Tensor]:
             with nullcontext() if double else _mode_of(case, args, kwargs):
-                return outputs.of_first(self.model, lambda: self.model(*args, **kwargs))
+                self._call_before(self.model, case, double)
+                return outputs.of_first(self.model, args, kwargs)
 
         def within() -> AbstractContextManager:
             stack = ExitStack()
@@ -131,16 +146,30 @@ class AnyPair:
 
         def call(*args: Any, **kwargs: Any) -> dict[str, Tensor]:
             with _mode_of(case, args, kwargs):
-                return outputs.of_second(model, lambda: model(*args, **kwargs))
+                self._call_before(model, case)
+                return outputs.of_second(model, args, kwargs)
 
         return Subject(call, self.layout.theirs.items, lambda: same_state(model), self.layout.pull_back)
+
+    def _call_before(self, model: nn.Module, case: Case, double: bool = False) -> None:
+        """Call a model on other inputs first if the case asks for it: a model may keep what it computes."""
+        for each in self.earlier if case.mode == _CALLED else ():
+            args, kwargs = each.clone()
+            if double:
+                args, kwargs = tree_map_only(Tensor, lambda t: t.to(wide_dtype(t.dtype)), (args, kwargs))
+            with suppress(Exception):  # the model rejects some sizes
+                called = [t for _, t in named_tensors(model(*args, **kwargs)) if t.requires_grad]
+                trained = [p for p in model.parameters() if p.requires_grad]
+                if called and trained:
+                    given = [*map(torch.ones_like, called)]
+                    torch.autograd.grad(called, trained, given, allow_unused=True)
 
     def _check_outputs(self, sample: Inputs) -> None:
         results = []
         for model in self.models:
             args, kwargs = sample.clone()
-            model.eval()
             try:
+                model.eval()
                 with same_state(model), torch.no_grad():
                     results.append(model(*args, **kwargs))
             except Exception as error:  # the user's code may raise anything
@@ -160,6 +189,7 @@ class AnyPair:
             if not takes and _MASK in each.inputs.kwargs
         ]
         kept = [each for each in sets if takes or _MASK not in each.inputs.kwargs]
+        kept += [_right_padded(each) for each in kept if each.label == LEFT_PADDED]
         kept = [each if each.label.startswith(EXAMPLE) else self._labeled(each) for each in kept]
         return kept, left_out
 
@@ -187,10 +217,36 @@ class AnyPair:
         if found is not None:
             return found[0], [f"in {case}, {found[1]}"]
         wrong = [row for row in rows_of_case(self, case) if not row.ok]
+        if any(row.name.startswith(f"output {DROPOUT}") for row in wrong):
+            return self._first_other_dropout(case), [f"in {case}, {wrong[0]}"]
         owned = [row for row in wrong if row.name.startswith(_OWNED)]
         worst = max(owned or wrong, key=lambda row: row.times)
         owner = worst.name.rpartition(" ")[2].rpartition(".")[0] if owned else ""
         return owner, [f"in {case}, {worst}"]
+
+    def _first_other_dropout(self, case: Case) -> str:
+        """Return the path of the first module with other probabilities of its dropouts."""
+        return first_other_dropout(*self._dropouts(case.inputs), self.layout.rename)
+
+    def _counts_of_dropouts(self, sample: Variation) -> Iterator[str]:
+        """Yield a sentence if the models run other numbers of dropouts, as one may be missing."""
+        for model in self.models:
+            model.train()
+        first, second = (dropouts.found.total() for dropouts in self._dropouts(sample.inputs))
+        if first != second:
+            yield (
+                f"in training, the first model runs {first} dropouts and the second runs {second}: check "
+                "that none is missing"
+            )
+
+    def _dropouts(self, inputs: Inputs) -> Iterator[Dropouts]:
+        """Run both models, and yield their dropouts."""
+        for model in (self.model, uncompiled(self.other)):
+            dropouts = Dropouts()
+            args, kwargs = inputs.clone()
+            with same_state(model), torch.enable_grad(), dropouts.watching(model), dropouts:
+                model(*args, **kwargs)
+            yield dropouts
 
 
 def _mode_of(case: Case, args: tuple, kwargs: dict[str, Any]) -> AbstractContextManager:
@@ -200,6 +256,13 @@ def _mode_of(case: Case, args: tuple, kwargs: dict[str, Any]) -> AbstractContext
     return torch.autocast(devices[0] if devices else "cpu", torch.bfloat16)
 
 
+def _right_padded(padded: Variation) -> Variation:
+    """Return the left-padded variation with the padding on the right."""
+    inputs = padded.inputs
+    kwargs = {**inputs.kwargs, _MASK: inputs.kwargs[_MASK].flip(1)}
+    return Variation("right-padded", Inputs(inputs.args, kwargs))
+
+
 def _takes_mask(model: nn.Module) -> bool:
-    parameters = inspect.signature(uncompiled(model).forward).parameters.values()
+    parameters = forward_parameters(uncompiled(model)).values()
     return any(p.name == _MASK or p.kind is p.VAR_KEYWORD for p in parameters)

@@ -38,13 +38,14 @@ class Pair(Protocol):
     """Two models to compare.
 
     Attributes:
-        modes: The further modes in which the pair is compared on the example inputs.
+        modes: The further modes in which the pair is compared on the example inputs. Each is a name, and True
+            for training or False for evaluation without gradients.
     """
 
     @property
     def models(self) -> tuple[nn.Module, nn.Module]: ...
     @property
-    def modes(self) -> tuple[str, ...]: ...
+    def modes(self) -> tuple[tuple[str, bool], ...]: ...
     def contenders(self, case: Case) -> Contenders: ...
     def around(self) -> AbstractContextManager: ...
 
@@ -82,13 +83,13 @@ def failed(rows: list[Row]) -> bool:
     return not all(row.ok for row in rows)
 
 
-def _cases(label: str, inputs: Inputs, modes: tuple[str, ...]) -> Iterator[Case]:
+def _cases(label: str, inputs: Inputs, modes: tuple[tuple[str, bool], ...]) -> Iterator[Case]:
     trained = _requiring_gradients(inputs)
     yield Case(label, trained, True, True)
     if label.startswith(EXAMPLE):
         yield Case(label, trained, False, True)
-        for mode in modes:
-            yield Case(label, trained, True, True, mode)
+        for mode, training in modes:
+            yield Case(label, trained if training else inputs, training, training, mode)
     yield Case(label, inputs, False, False)
 
 

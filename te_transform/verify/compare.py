@@ -11,7 +11,8 @@ original computes exactly.
 The scale of an output is its own norm. The scale of a gradient is the largest norm among the gradients of the
 same backward. A gradient sums terms as large as those of the largest gradient, and these may cancel. The
 extreme case is the bias of a key projection. Its gradient is zero in exact arithmetic, because softmax
-ignores a constant, and pure rounding otherwise.
+ignores a constant, and pure rounding otherwise. A gradient smaller than the ulp must not get lost either: if
+the original's error is below an eighth of the gradient's own norm, at most half of that norm is allowed.
 
 One run of the original may have a small error by chance, if few numbers are compared or a softmax is near a
 tie. Before a comparison fails, the original therefore runs more often, with each result off by a random half
@@ -54,6 +55,7 @@ from te_transform.verify.replay import Run, Subject, run
 MORE = 1.2  # sums of the converted model run in another order, with errors of the same size
 GRADIENT = "gradient of "  # the start of the names of rows of gradients
 DRAWS, NEAR_DRAWS = 20, 100  # runs of the original with random rounding: of any failure, and of a near one
+_RESOLVED, _LOST = 8, 0.5  # see above: of the norm of a gradient
 NEAR = 1.5  # the error of a near failure, at most this many times the allowed error
 
 Emulation = Callable[[int | None], AbstractContextManager]
@@ -73,6 +75,7 @@ class Row:
     reason: str = ""  # the failure, if it is not a too large error
     finite: bool = True  # True if the original has finite numbers to compare
     zero: bool = False  # True if the reference is zero everywhere
+    lost: bool = False  # True if the error is more than half of a gradient's own norm
 
     @property
     def times(self) -> float:
@@ -82,6 +85,8 @@ class Row:
     def __str__(self) -> str:
         if self.reason:
             return f"{self.name} {self.reason}"
+        if self.lost:
+            return f"{self.name} has an error of {self.converted:.1e}, more than half of its own norm"
         return (
             f"{self.name} has an error of {self.converted:.1e} in {self.dtype}, but at most {MORE} times "
             f"the original's {self.original:.1e} plus one ulp is allowed"
@@ -212,7 +217,7 @@ def _worst_of(one: Run, other: Run, reference: Run) -> Run:
 
     def worse(tensors: dict[str, Tensor], others: dict[str, Tensor], exact: dict[str, Tensor]) -> dict:
         return {
-            name: max((held, others.get(name, held)), key=lambda tensor: _norm(tensor.double() - exact[name]))
+            name: max((held, others.get(name, held)), key=lambda tensor: _distance(tensor, exact[name]))
             for name, held in tensors.items()
         }
 
@@ -235,9 +240,13 @@ def _row(inputs: str, name: str, tensors: list[Tensor | None], scale: float | No
     size = _norm(exact) if scale is None else scale
     error, *own = (_norm(t[counted].double() - exact) / (size or 1.0) for t in (converted, original, *draws))
     allowed = MORE * max(own) + (torch.finfo(original.dtype).eps if size else 0.0)
+    own_size = _norm(exact) / (size or 1.0)
+    lost = _RESOLVED * max(own) < own_size and _LOST * own_size < error <= allowed
+    allowed = _LOST * own_size if lost else allowed
     finite = bool(counted.any()) or not counted.numel()
     zero = bool(exact.numel()) and not exact.any()
-    return Row(inputs, name, error <= allowed, error, max(own), allowed, dtype, finite=finite, zero=zero)
+    numbers = error, max(own), allowed
+    return Row(inputs, name, error <= allowed, *numbers, dtype, finite=finite, zero=zero, lost=lost)
 
 
 def _unlike(converted: Tensor | None, original: Tensor | None) -> str:
@@ -252,6 +261,10 @@ def _unlike(converted: Tensor | None, original: Tensor | None) -> str:
     same = (converted == original) | (converted.isnan() & original.isnan())
     infinite = ~(original.isfinite() & converted.isfinite())
     return "" if same[infinite].all() else "has inf or nan at other positions than the original's"
+
+
+def _distance(tensor: Tensor, exact: Tensor) -> float:
+    return _norm(tensor.double() - exact.double())
 
 
 def _norm(tensor: Tensor) -> float:

@@ -41,10 +41,10 @@ class Conversion:
         return self.model, self.converted
 
     @property
-    def modes(self) -> tuple[str, ...]:
+    def modes(self) -> tuple[tuple[str, bool], ...]:
         options = [each.options for each in runners(self.converted)]
         all_fused = ignore_size_limits or any(each.compile or each.graphs for each in options)
-        return () if all_fused else (_BY_SIZE,)
+        return () if all_fused else ((_BY_SIZE, True),)
 
     def unequal_weights(self) -> Verification | None:
         """Return the result for state dicts that differ, or None."""

@@ -17,7 +17,7 @@ from te_transform.verify.verification import DEAD
 
 
 def constant_outputs(model: nn.Module, sets: Iterable[Variation]) -> Iterator[Row]:
-    """Yield a failing row if the model returns the same for all inputs."""
+    """Yield a failing row if the model returns the same for all inputs, or no finite number for any."""
     seen: dict[str, list[Tensor]] = defaultdict(list)
     for each in sets:
         args, kwargs = each.inputs.clone()
@@ -25,6 +25,9 @@ def constant_outputs(model: nn.Module, sets: Iterable[Variation]) -> Iterator[Ro
             for name, tensor in named_tensors(model.eval()(*args, **kwargs)):
                 if tensor.is_floating_point():
                     seen[f"{name} {list(tensor.shape)}"].append(tensor)
+    if seen and not any(bool(tensor.isfinite().any()) for tensors in seen.values() for tensor in tensors):
+        reason = "has no finite number for any inputs: find the first inf or nan, and correct what makes it"
+        yield Row(DEAD, "output", False, reason=reason)
     pairs = [(tensors[0], other) for tensors in seen.values() for other in tensors[1:]]
     if pairs and all(torch.equal(one, other) for one, other in pairs):
         reason = "is the same for all inputs: train the model first, or fill the weights that are zero"

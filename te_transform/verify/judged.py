@@ -29,6 +29,20 @@ _DROPOUT_P = {  # position of dropout_p among the arguments
 }
 
 
+def active_probability(func: Any, args: tuple, kwargs: dict[str, Any]) -> float:
+    """Return the probability of a call of a dropout, and 0 if the call drops nothing."""
+
+    def argument(place: int, name: str, default: Any) -> Any:
+        return args[place] if len(args) > place else kwargs.get(name, default)
+
+    if func in _DROPOUT_P:
+        return argument(_DROPOUT_P[func], "dropout_p", 0.0) if kwargs.get("training", True) else 0.0
+    if func not in _RANDOM_FUNCTIONS:
+        return 0.0
+    is_on = argument(2, "training", kwargs.get("train", "alpha" not in func.__name__))
+    return argument(1, "p", 0.5) if is_on else 0.0
+
+
 class Noise:
     """A source of random numbers, reproducible from the seed and the order of calls.
 
@@ -157,4 +171,11 @@ _DOUBLE = {
 
 
 def _as_float64(value: Any) -> Any:
-    return torch.float64 if isinstance(value, torch.dtype) and value.is_floating_point else value
+    return wide_dtype(value) if isinstance(value, torch.dtype) else value
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of fp64 for floating-point and complex dtypes, and other dtypes as they are."""
+    if dtype.is_complex:
+        return torch.complex128
+    return torch.float64 if dtype.is_floating_point else dtype

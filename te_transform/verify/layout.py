@@ -162,7 +162,10 @@ class Layout:
         return made
 
     def _check_derivative(self) -> None:
-        leaves = {id(p): p.detach().requires_grad_(p.is_floating_point()) for p in self.first.parameters()}
+        leaves = {
+            id(p): p.detach().requires_grad_(p.is_floating_point() or p.is_complex())
+            for p in self.first.parameters()
+        }
         with torch.enable_grad():
             made = self._made(leaves)
         if fixed := [name for name in self.theirs if name in made and not made[name].requires_grad]:

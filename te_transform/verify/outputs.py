@@ -1,4 +1,4 @@
-"""The outputs of two models in a case: paired by name or order, without padding, with updated buffers."""
+"""What the two models of a case compute: outputs without padding, and what their forwards write and drop."""
 
 from __future__ import annotations
 
@@ -11,16 +11,22 @@ from torch import Tensor, nn
 from te_transform.graph.inputs import Inputs
 from te_transform.graph.nodes import dtype_name
 from te_transform.graph.state_snapshot import same_bits
+from te_transform.verify.dropouts import Dropouts
 from te_transform.verify.names import plain_name
 from te_transform.verify.replay import named_tensors
+
+BUFFER, DROPOUT = "buffer ", "dropout with p="  # the starts of names of outputs
 
 
 class Outputs:
     """The functions that turn a call's result into tensors by name, for the two models of a case.
 
     The first model's names count. If the second model's names are all different, its tensors are paired by
-    order. Buffers that the first model's forward updates, such as running statistics, are outputs. Autocast
-    chooses dtypes by operation, so dtypes of outputs may differ under it.
+    order. Autocast chooses dtypes by operation, so dtypes of outputs may differ under it.
+
+    Further outputs are the buffers that a forward updates, such as running statistics, the inputs that it
+    writes to, and the probabilities of its dropouts, which are off. The second model may update buffers that
+    the first does not have.
     """
 
     def __init__(self, visible: Visible, rename: Callable[[str], str | None], autocast: bool):
@@ -28,36 +34,74 @@ class Outputs:
         self.rename = rename
         self.autocast = autocast
         self.dtypes: dict[str, torch.dtype] = {}
-        self.updated: list[str] = []
+        self.buffers: dict[str, str] = {}  # the first model's names by the second's
+        self.updated: set[str] = set()
 
-    def of_first(self, model: nn.Module, call: Callable[[], Any]) -> dict[str, Tensor]:
+    def of_first(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> dict[str, Tensor]:
         """Call the first model, and return its outputs."""
-        before = {name: buffer.detach().clone() for name, buffer in _buffers(model).items()}
-        found = dict(named_tensors(call()))
+        with _Effects(model, args, kwargs) as effects:
+            found = dict(named_tensors(model(*args, **kwargs)))
         self.dtypes = self.dtypes or {name: tensor.dtype for name, tensor in found.items()}  # not fp64's
-        after = _buffers(model)
-        # batch norm's kernels update buffers without a new version
-        self.updated = [
-            name for name in after if name not in before or not same_bits(after[name], before[name])
-        ]
-        found |= {f"buffer {name}": after[name].detach().clone() for name in self.updated}
-        return self._visible(found)
+        self.buffers = {self.rename(name) or "": name for name in _buffers(model)}
+        self.updated = {*effects.updated}
+        found |= {f"{BUFFER}{name}": buffer for name, buffer in effects.updated.items()}
+        return self._visible(found | effects.others)
 
-    def of_second(self, model: nn.Module, call: Callable[[], Any]) -> dict[str, Tensor]:
+    def of_second(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> dict[str, Tensor]:
         """Call the second model, and return its outputs under the names of the first's."""
-        found = dict(named_tensors(call()))
+        with _Effects(model, args, kwargs) as effects:
+            found = dict(named_tensors(model(*args, **kwargs)))
         if not found.keys() & self.dtypes.keys() and len(found) == len(self.dtypes):
             found = dict(zip(self.dtypes, found.values(), strict=True))
         if self.autocast:
             found = {name: tensor.to(self.dtypes.get(name)) for name, tensor in found.items()}
-        after = _buffers(model)
-        for name in self.updated:
-            if (theirs := self.rename(name)) in after:
-                found[f"buffer {name}"] = after[theirs].detach().clone()
-        return self._visible(found)
+        saved = set(map(plain_name, model.state_dict()))  # others may be caches
+        for name, buffer in _buffers(model).items():
+            own = self.buffers.get(name, "")
+            if own in self.updated or (own and name in saved & effects.updated.keys()):
+                found[f"{BUFFER}{own}"] = buffer.detach().clone()
+        return self._visible(found | effects.others)
 
     def _visible(self, found: dict[str, Tensor]) -> dict[str, Tensor]:
         return {name: self.visible(name, tensor) for name, tensor in found.items()}
+
+
+class _Effects:
+    """The context of a call that finds the buffers and inputs which it writes to, and the active dropouts.
+
+    Attributes:
+        updated: Copies of the updated buffers by name.
+        others: Copies of the inputs that were written to, and a tensor for each probability.
+    """
+
+    def __init__(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]):
+        self.model, self.given = model, dict(named_tensors((*args, kwargs)))
+        self.dropouts = Dropouts()
+
+    def __enter__(self) -> _Effects:
+        self.before = {name: buffer.detach().clone() for name, buffer in _buffers(self.model).items()}
+        self.inputs = {name: tensor.detach().clone() for name, tensor in self.given.items()}
+        self.dropouts.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.dropouts.__exit__(*error)
+        # batch norm's kernels update buffers without a new version
+        self.updated = _changed(self.before, _buffers(self.model))
+        written = _changed(self.inputs, self.given)
+        self.others = {f"written input {name}": tensor for name, tensor in written.items()}
+        self.others |= {
+            f"{DROPOUT}{p:g}": torch.ones((), dtype=torch.bool) for p in self.dropouts.probabilities
+        }
+
+
+def _changed(before: dict[str, Tensor], after: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return copies of the tensors that are new or have other values than before."""
+    return {
+        name: tensor.detach().clone()
+        for name, tensor in after.items()
+        if name not in before or not same_bits(tensor, before[name])
+    }
 
 
 class Visible:

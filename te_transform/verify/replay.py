@@ -17,7 +17,7 @@ from te_transform.backends.fp8.fp8_only import exact
 from te_transform.graph.bits import dense_parts
 from te_transform.graph.inputs import Inputs
 from te_transform.graph.preserve import same_random, same_state
-from te_transform.verify.judged import Judged, Noise
+from te_transform.verify.judged import Judged, Noise, wide_dtype
 
 Context = Callable[[], contextlib.AbstractContextManager]
 
@@ -86,6 +86,7 @@ def run(
             )
         own = {name: gradient for name, gradient in gradients.items() if name in trained}
         gradients = subject.pull_back(own) | {n: g for n, g in gradients.items() if n not in trained}
+        gradients = {name: _as_real(gradient) for name, gradient in gradients.items()}
     return Run({name: out.detach() for name, out in outputs.items()}, gradients, dict(cotangents))
 
 
@@ -101,7 +102,7 @@ def in_double(model: nn.Module) -> Iterator[None]:
         for module in model.modules()
         for tensors in (module._parameters, module._buffers)
         for name, tensor in tensors.items()
-        if tensor is not None and tensor.is_floating_point()
+        if tensor is not None and (tensor.is_floating_point() or tensor.is_complex())
     ]
     try:
         for module, name, tensor in held:  # a tied tensor stays one tensor
@@ -115,7 +116,7 @@ def in_double(model: nn.Module) -> Iterator[None]:
 
 def widened(tensor: Tensor) -> Tensor:
     """Return a copy in fp64; a parameter stays a parameter, with its hooks."""
-    wide = exact(tensor.detach()).to(torch.float64, copy=True)
+    wide = exact(tensor.detach()).to(wide_dtype(tensor.dtype), copy=True)
     if not isinstance(tensor, nn.Parameter):
         return wide
     parameter = nn.Parameter(wide, tensor.requires_grad)
@@ -134,7 +135,7 @@ def _copies_and_leaves(inputs: Inputs, double: bool) -> tuple[tuple, dict[str, A
             return tensor
         if id(tensor) not in copies:
             leaf = tensor.detach().clone()
-            leaf = leaf.double() if double and leaf.is_floating_point() else leaf
+            leaf = leaf.to(wide_dtype(leaf.dtype)) if double else leaf
             if tensor.requires_grad:
                 keys = (str(getattr(key, "key", getattr(key, "idx", key))) for key in path[1:])
                 leaves[f"input {'.'.join(keys)}"] = leaf.requires_grad_()
@@ -148,7 +149,7 @@ def _copies_and_leaves(inputs: Inputs, double: bool) -> tuple[tuple, dict[str, A
 def named_tensors(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of an output, named by their paths in it; key-value caches are skipped."""
     if isinstance(value, Tensor) and not value.is_nested:
-        yield from ((name, part) for part in dense_parts(value))
+        yield from ((name, _as_real(part)) for part in dense_parts(value))
         return
     if isinstance(value, Tensor):
         items = enumerate(dense_parts(value))
@@ -162,6 +163,11 @@ def named_tensors(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
         return
     for key, item in items:
         yield from named_tensors(item, f"{name}.{key}".lstrip("."))
+
+
+def _as_real(tensor: Tensor) -> Tensor:
+    """Return a complex tensor as pairs of real numbers, and any other tensor as it is."""
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
 def _cotangents(outputs: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -12,8 +11,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from te_transform.canonicalize.attention import HIDES
 from te_transform.graph.inputs import Inputs
+from te_transform.verify.names import forward_parameters
 
-EXAMPLE = "example inputs"
+EXAMPLE, LEFT_PADDED = "example inputs", "left-padded"
 
 
 @dataclass(frozen=True)
@@ -57,15 +57,11 @@ def variations(model: nn.Module, samples: list[Inputs]) -> Iterator[Variation]:
     if (
         isinstance(ids, Tensor)
         and ids.dim() == 2
-        and {"input_ids", "attention_mask"} <= _forward_parameters(model)
+        and {"input_ids", "attention_mask"} <= forward_parameters(model).keys()
     ):
         fresh = _varied(first, generator)
         padded = {**fresh.kwargs, "attention_mask": _left_padded(ids)}
-        yield Variation("left-padded", Inputs(fresh.args, padded))
-
-
-def _forward_parameters(model: nn.Module) -> set[str]:
-    return set(inspect.signature(model.forward).parameters)
+        yield Variation(LEFT_PADDED, Inputs(fresh.args, padded))
 
 
 def _left_padded(ids: Tensor) -> Tensor:

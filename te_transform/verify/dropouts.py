@@ -1,0 +1,65 @@
+"""Compare the dropouts of two models by their probabilities, since comparisons run without dropout."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from te_transform.execution.modes import GraphMode
+from te_transform.verify.judged import active_probability
+from te_transform.verify.names import plain_name
+
+
+class Dropouts(GraphMode):
+    """The function mode that collects the probabilities of all active dropouts, by the path of the module.
+
+    Attributes:
+        found: The number of calls by path and probability; the path is "" without `watching()`.
+        running: The paths of the modules that run now, outermost first.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: Counter[tuple[str, float]] = Counter()
+        self.running: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        if probability := active_probability(func, args, kwargs):
+            self.found[self.running[-1] if self.running else "", probability] += 1
+        return func(*args, **kwargs)
+
+    @property
+    def probabilities(self) -> list[float]:
+        """All probabilities, in order."""
+        return sorted({probability for _, probability in self.found})
+
+    @contextmanager
+    def watching(self, model: nn.Module) -> Iterator[None]:
+        """Follow the calls of the modules, for their paths."""
+        with ExitStack() as stack:
+            for path, module in model.named_modules():
+                if isinstance(module, torch.jit.ScriptModule):  # takes no hooks
+                    continue
+
+                def begin(*_: Any, path: str = plain_name(path)) -> None:
+                    self.running.append(path)
+
+                def end(*_: Any) -> None:
+                    self.running.pop()
+
+                stack.callback(module.register_forward_pre_hook(begin, prepend=True).remove)
+                stack.callback(module.register_forward_hook(end, always_call=True).remove)
+            yield
+
+
+def first_other_dropout(first: Dropouts, second: Dropouts, rename: Callable[[str], str | None]) -> str:
+    """Return the first path in the first model with another probability, or one of the second's, or ""."""
+    own = {(rename(path), probability): path for path, probability in first.found}
+    missing = (path for key, path in own.items() if key not in second.found)
+    return next(missing, next((path for path, p in second.found if (path, p) not in own), ""))
