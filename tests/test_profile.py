@@ -1,5 +1,6 @@
 """profile(): what each part of a step costs, what is slow, and that the model stays what it was."""
 
+import io
 import json
 import random
 from collections.abc import Callable
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from rich.console import Console
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
@@ -621,9 +623,51 @@ def test_hooks_that_step_an_optimizer_do_not_run() -> None:
     assert len(stepped) == 4
 
 
+# What has no backward
+
+
+class Constant(nn.Module):
+    """A linear whose output requires no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).argmax(-1)
+
+
+NO_BACKWARD = {
+    "evaluation": (lambda: model().eval(), "the model is in evaluation mode; call model.train()"),
+    "frozen": (lambda: model().requires_grad_(False), "no parameter requires a gradient; profile a model"),
+    "constant": (Constant, "no output requires a gradient; return the loss"),
+}
+
+
+@pytest.mark.parametrize("which", NO_BACKWARD)
+def test_a_step_without_a_backward_says_why(which: str) -> None:
+    made, why = NO_BACKWARD[which]
+    found = profiled(made())
+    assert found.mode == "forward"
+    assert f"only the forward ran, because {why}" in found.notes[0]
+
+
+def test_a_traced_module_is_profiled() -> None:
+    assert profiled(torch.jit.trace(model(), X)).seconds > 0
+
+
 # What cannot be profiled
 
+
+class Writes(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.weight.mul_(0.9)
+        return super().forward(x)
+
+
 WRONG = {
+    "writes": (lambda: profiled(Writes(WIDTH, WIDTH)), ModelError, "hold such values in buffers"),
     "a class": (lambda: te_transform.profile(nn.Linear, X), ModelError, "expected a"),
     "on meta": (lambda: profiled(nn.Linear(2, 2, device="meta")), ModelError, "to_empty"),
     "lazy": (lambda: profiled(nn.LazyLinear(2)), ModelError, "expected tensors with shapes"),
@@ -672,6 +716,26 @@ def test_the_profile_prints_and_saves(tmp_path: Path) -> None:
     assert "written-out attention" in (tmp_path / "profile.html").read_text("utf-8")
 
 
+def told_in(found: Profile, width: int) -> list[str]:
+    console = Console(file=io.StringIO(), width=width)
+    console.print(found)
+    return console.file.getvalue().splitlines()
+
+
+def test_a_narrow_terminal_shows_fewer_columns_and_whole_paths() -> None:
+    found = profiled(model())
+    heads = {
+        40: ["part", "time", "share"],
+        60: ["part", "time", "share", "backward"],
+        140: ["part", "class", "time", "share", "backward", "mostly"],
+    }
+    for width, head in heads.items():
+        lines = told_in(found, width)
+        assert next(line for line in lines if line.startswith("part")).split() == head
+        assert max(map(len, lines)) <= width
+        assert any(line.startswith("{0,1}.attention.qkv x2 ") for line in lines)
+
+
 FACTORY = """
 from torch import nn
 
@@ -693,6 +757,16 @@ def test_the_command_fails_over_the_budget(factory: str, capsys: pytest.CaptureF
     assert json.loads(capsys.readouterr().out)["model"] == "Sequential"
     assert main([*asked, "--budget", "0.001us"]) == 1
     assert "expected a step of at most 0.001 us, got " in capsys.readouterr().err
+
+
+def test_the_command_prints_to_a_terminal_without_utf_8(
+    factory: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = io.TextIOWrapper(io.BytesIO(), "ascii")
+    monkeypatch.setattr("sys.stdout", file)
+    assert main(["profile", factory, "--input", "2x16", "--no-plan"]) == 0
+    file.seek(0)
+    assert "-----" in file.read()
 
 
 @pytest.mark.parametrize("budget", ["120", "ms", "0ms", "-1ms", "1 hour"])

@@ -21,7 +21,7 @@ from te_transform.command_line.explain import explanation
 from te_transform.config_file import LoadError, read_config
 from te_transform.convert import convert
 from te_transform.execution import timing
-from te_transform.execution.console import status
+from te_transform.execution.console import as_text, status
 from te_transform.graph.errors import in_a_line
 from te_transform.graph.inputs import InputError, Inputs, TraceError, invent, positions
 from te_transform.graph.keywords import did_you_mean
@@ -278,7 +278,9 @@ def run_explain(asked: argparse.Namespace) -> int:
 
 def show(what: Any) -> None:
     """Print in color and at full width on a terminal, as plain text elsewhere."""
-    if sys.stdout.isatty() and not isinstance(what, str):
+    if isinstance(what, str):
+        print(what)
+    elif sys.stdout.isatty():
         Console().print(what)
     else:
-        print(what)
+        print(as_text(what, sys.stdout.encoding))

@@ -21,12 +21,16 @@ def progress(items: Collection[T], doing: str) -> Iterator[T]:
     yield from track(items, f"te_transform: {doing}", console=console, disable=not watched, transient=True)
 
 
-def as_text(shown: Any) -> str:
-    """Return what rich prints of an object; text for logs must not depend on the terminal or notebook."""
+def as_text(shown: Any, encoding: str = "utf-8") -> str:
+    """Return what rich prints of an object, in characters of an encoding.
+
+    Text for logs must not depend on the terminal or notebook.
+    """
     plain = {"width": _TEXT_COLUMNS, "color_system": None, "force_terminal": False, "force_jupyter": False}
-    console = Console(file=io.StringIO(), legacy_windows=False, **plain)
-    console.print(shown)
-    return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
+    file = io.TextIOWrapper(io.BytesIO(), encoding, errors="replace", newline="\n")
+    Console(file=file, legacy_windows=False, **plain).print(shown)
+    file.seek(0)
+    return "\n".join(line.rstrip() for line in file.read().splitlines())
 
 
 def on_terminal(shown: Any) -> None:

@@ -159,8 +159,9 @@ def _instead_of(sample: Any) -> str:
 def _without_cache(model: nn.Module, inputs: Inputs) -> Inputs:
     """Switch off the key/value cache that the config requests: training does not use a cache."""
     wants_cache = getattr(getattr(model, "config", None), "use_cache", None)
-    takes_cache = "use_cache" in inspect.signature(model.forward).parameters
-    if not wants_cache or "use_cache" in inputs.kwargs or not takes_cache:
+    if not wants_cache or "use_cache" in inputs.kwargs:
+        return inputs
+    if "use_cache" not in inspect.signature(model.forward).parameters:
         return inputs
     return replace(inputs, kwargs={**inputs.kwargs, "use_cache": False})
 

@@ -44,6 +44,10 @@ preserving: ContextVar[bool] = ContextVar("preserving", default=False)
 """True within preserved(), which holds the memory of all tensors."""
 
 
+class ParametersWritten(RuntimeError):
+    """An error for a forward that writes to its own parameters."""
+
+
 @contextlib.contextmanager
 def preserved(model: nn.Module, original: nn.Module | None = None) -> Iterator[Noted]:
     """Restore every attribute, buffer, training flag and random state of `model` after the body.
@@ -54,8 +58,8 @@ def preserved(model: nn.Module, original: nn.Module | None = None) -> Iterator[N
     values are restored from the parameters of `original`.
 
     Raises:
-        RuntimeError: the forward writes to its own parameters, even if the values stay equal, and there is no
-            original.
+        ParametersWritten: the forward writes to its own parameters, even if the values stay equal, and there
+            is no original.
     """
     before = noted(model)
     versions = [(name, p, p._version) for name, p in model.named_parameters() if not p.is_inference()]
@@ -74,9 +78,9 @@ def preserved(model: nn.Module, original: nn.Module | None = None) -> Iterator[N
             for name in written:
                 model.get_parameter(name).copy_(original.get_parameter(name))
     elif written:
-        raise RuntimeError(
+        raise ParametersWritten(
             "expected a forward that does not write to its parameters, got one that writes to or resets "
-            f"{written}; leave inplace=False in convert()"
+            f"{written}; hold such values in buffers, or leave inplace=False in convert()"
         )
 
 

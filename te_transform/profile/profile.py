@@ -16,7 +16,7 @@ from te_transform.execution.attach import runner_of
 from te_transform.graph.errors import message_of
 from te_transform.graph.inputs import Inputs, as_inputs
 from te_transform.graph.keywords import suggests
-from te_transform.graph.preserve import one_at_a_time, same_random
+from te_transform.graph.preserve import ParametersWritten, one_at_a_time, same_random
 from te_transform.inspect import inspect
 from te_transform.plan.model import ModelError, check_module
 from te_transform.plan.options import OptionError
@@ -54,7 +54,7 @@ def profile(model: nn.Module, batch: Any = None, *, plan: bool = True) -> Profil
 
     Raises:
         te_transform.ModelError: `model` is not a module, or has lazy parameters, or parameters on the meta
-            device.
+            device, or its forward writes to parameters.
         te_transform.InputError: there are no inputs, and none can be generated.
         te_transform.OptionError: `plan` is not a bool, or a profiler runs already.
         te_transform.TraceError: the model fails on the batch.
@@ -62,7 +62,10 @@ def profile(model: nn.Module, batch: Any = None, *, plan: bool = True) -> Profil
     _check_profile(model, plan)
     samples = as_inputs(model, batch)
     start = time.perf_counter()
-    recording = record(model, samples)
+    try:
+        recording = record(model, samples)
+    except ParametersWritten as error:
+        raise ModelError(str(error)) from error
     found = Analysis(model, recording)
     seconds = statistics.median(recording.seconds)
     device = device_of(model)
@@ -102,8 +105,7 @@ def _check_profile(model: nn.Module, plan: bool) -> None:
 
 def _notes(model: nn.Module, found: Analysis) -> Iterator[str]:
     if not found.recording.is_training:
-        why = "no parameter requires a gradient" if model.training else "the model is in evaluation mode"
-        yield f"only the forward ran, because {why}; call model.train() to profile a training step"
+        yield f"only the forward ran, because {_why_no_backward(model)} to profile a training step"
     excess = NS * found.total / statistics.median(found.recording.seconds) - 1
     if excess > _EXCESS:
         yield (
@@ -112,6 +114,15 @@ def _notes(model: nn.Module, found: Analysis) -> Iterator[str]:
         )
     if found.recording.watch is None:
         yield "lines of code are not shown, because the model is compiled or converted"
+
+
+def _why_no_backward(model: nn.Module) -> str:
+    """Return why no backward ran, and what to do."""
+    if not model.training:
+        return "the model is in evaluation mode; call model.train()"
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        return "no parameter requires a gradient; profile a model with trained parameters"
+    return "no output requires a gradient; return the loss or tensors that lead to it"
 
 
 def _ranks(seconds: float, exposed: float) -> tuple[RankTime, ...]:

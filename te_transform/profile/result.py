@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from os import PathLike
 from pathlib import Path
 from typing import Any, Literal
 
 from rich import box
-from rich.console import Group
+from rich.console import Console, ConsoleOptions, Group, RenderResult
+from rich.measure import Measurement
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
@@ -20,6 +21,14 @@ from te_transform.report.as_json import as_json
 from te_transform.report.report import Report
 
 _LEAST_PRINTED_SHARE = 0.005  # share of the step that a part needs for a line of its own in the text
+_WIDEST = 10_000  # columns, more than any table has
+# Columns of the table of parts: the most that leave space for whole paths.
+_COLUMNS = (
+    ("part", "class", ">time", ">share", ">backward", "mostly"),
+    ("part", ">time", ">share", ">backward", "mostly"),
+    ("part", ">time", ">share", ">backward"),
+    ("part", ">time", ">share"),
+)
 
 
 @dataclass(frozen=True)
@@ -160,14 +169,15 @@ class Profile:
 
         Path(path).write_text(page_of_profile(self), encoding="utf-8")
 
-    def __rich__(self) -> Group:
-        shown: list[Any] = [Text(self.title, style="bold"), Text(), self._parts(), Text(), self._classes()]
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        parts = self._widest_parts(console, options)
+        shown: list[Any] = [Text(self.title, style="bold"), Text(), parts, Text(), self._classes()]
         shown += self._ranks() if self.ranks else []
         for number, finding in enumerate(self.findings, 1):
             shown += [Text(), *_finding_told(number, finding)]
         shown += [Text(), self._sites()] if self.sites else []
         shown += [Text(), *(Text(f"note: {note}") for note in self.notes)] if self.notes else []
-        return Group(*shown)
+        yield Group(*shown)
 
     def __str__(self) -> str:
         return as_text(self)
@@ -178,23 +188,39 @@ class Profile:
     def _share(self, seconds: float) -> str:
         return f"{seconds / self.profiled:.1%}" if self.profiled else ""
 
-    def _parts(self) -> Table:
-        """Return the table of parts. Small parts share the last line."""
-        table = _profile_table("part", "class", ">time", ">share", ">backward", "mostly")
+    def _widest_parts(self, console: Console, options: ConsoleOptions) -> Table:
+        """Return the table of parts with as many columns as fit beside whole paths."""
+        wide = options.update(max_width=_WIDEST)
+        for columns in _COLUMNS:
+            table = self._parts(columns)
+            if Measurement.get(console, wide, table).maximum <= options.max_width:
+                break
+        return table
+
+    def _parts(self, columns: Sequence[str]) -> Table:
+        """Return the table of parts with these columns. Small parts share the last line."""
+        table = _profile_table(*columns)
         small = [part for part in self.parts if part.seconds < _LEAST_PRINTED_SHARE * self.profiled]
         for part in self.parts:
             if part not in small:
                 name = f"{part.path} x{part.count}" if part.count > 1 else part.path
-                mostly = max(part.classes, key=lambda kind: part.classes[kind])
-                times = duration(part.seconds), self._share(part.seconds), duration(part.backward)
-                kind = f"fused: {part.rule}" if part.rule else part.kind
-                table.add_row(*map(Text, (name, kind, *times, mostly)))
+                told = {
+                    "part": name,
+                    "class": f"fused: {part.rule}" if part.rule else part.kind,
+                    "mostly": max(part.classes, key=lambda kind: part.classes[kind]),
+                }
+                if part.rule and "class" not in columns:
+                    told["part"] = f"{name}: {part.rule}"
+                told |= self._times(part.seconds, part.backward)
+                table.add_row(*(Text(told[column]) for column in columns))
         if small:
-            seconds, backward = sum(p.seconds for p in small), sum(p.backward for p in small)
-            name = f"{len(small)} smaller parts"
-            times = duration(seconds), self._share(seconds), duration(backward)
-            table.add_row(*map(Text, (name, "", *times, "")), style="dim")
+            told = {"part": f"{len(small)} smaller parts"}
+            told |= self._times(sum(part.seconds for part in small), sum(part.backward for part in small))
+            table.add_row(*(Text(told.get(column, "")) for column in columns), style="dim")
         return table
+
+    def _times(self, seconds: float, backward: float) -> dict[str, str]:
+        return {">time": duration(seconds), ">share": self._share(seconds), ">backward": duration(backward)}
 
     def _classes(self) -> Table:
         table = _profile_table("operations", ">time", ">share")

@@ -40,7 +40,7 @@ class RecordedSteps:
         labels: the modules and sites of the ranges in `events`.
         watch: the torch calls of the first step; None for a converted or compiled model.
         recompiled: metrics of dynamo for each compilation after the first steps.
-        is_training: True if a step has a backward.
+        is_training: True if the steps have a backward.
     """
 
     is_training: bool
@@ -64,7 +64,7 @@ def record(model: nn.Module, samples: Sequence[Inputs]) -> RecordedSteps:
         TraceError: the model fails on a sample.
     """
     trained = [p for p in model.parameters() if p.requires_grad] if model.training else []
-    made = RecordedSteps(bool(trained))
+    made = RecordedSteps(False)
     ranges = Ranges(model)
     steps = _Steps(model, samples, trained)
     with preserved(model), _own_gradients(model), graphs_only:
@@ -80,7 +80,7 @@ def record(model: nn.Module, samples: Sequence[Inputs]) -> RecordedSteps:
         made.recompiled = [each for each in get_compilation_metrics() if id(each) not in compiled]
         del held
         made.events = _profiled(model, ranges, steps)
-    made.labels = ranges.labels
+    made.labels, made.is_training = ranges.labels, steps.have_backward
     return made
 
 
@@ -125,7 +125,7 @@ class _Steps:
     def __init__(self, model: nn.Module, samples: Sequence[Inputs], trained: Sequence[Tensor]):
         self.model, self.samples, self.trained = model, samples, trained
         self.on_gpu = device_of(model).type == "cuda"
-        self.number = 0
+        self.number, self.have_backward = 0, False
 
     def run(self, within: Any = None) -> float:
         """Run a step and return its seconds."""
@@ -141,6 +141,7 @@ class _Steps:
                 out = self.model(*args, **kwargs)
                 if self.trained and (loss := scalar_of(out)).requires_grad:
                     loss.backward()
+                    self.have_backward = True
                 del out
                 wait_for_gpu()
         except Exception as error:
