@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import LlamaForCausalLM
 
 import te_transform
-from te_transform.plan.memory import Memory, room
+from te_transform.plan.memory import Memory, room, size_text
 from tests.conversions import ALL, DISTINCT, PLANNED_LATER, each, planned
 from tests.models.llama import shape_of_8b
 from tests.models.quickstart import BasicLayer
@@ -128,6 +128,14 @@ def test_the_figures_add_up_and_a_model_that_does_not_fit_is_told_so(monkeypatch
     assert "a training step with AdamW does not fit a GPU of 80 GiB, it takes 128.1 GiB" in said
     (said,) = room(large.double(), None)
     assert said.startswith("the model does not fit a GPU of 80 GiB, its weights take 128.0 GiB: divide it")
+
+
+@pytest.mark.parametrize(
+    ("size", "told"),
+    [(0, "0 KiB"), (27_443, "27 KiB"), (4 * MIB, "4.0 MiB"), (12 * MIB, "12 MiB"), (2**34, "16.0 GiB")],
+)
+def test_sizes_have_units_that_show_their_digits(size: int, told: str) -> None:
+    assert size_text(size) == told
 
 
 def test_plain_pytorch_has_none() -> None:

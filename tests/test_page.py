@@ -15,6 +15,7 @@ from torch import nn
 
 import te_transform
 from te_transform.execution.timing import duration
+from te_transform.plan.memory import size_text
 from te_transform.report.report import Report
 from tests.conversions import ALL, as_built
 from tests.models.llama import llama_of_8b
@@ -87,7 +88,7 @@ def test_a_click_shows_the_predicted_time_and_memory(browser: object, tmp_path: 
         (mlp,) = (site for site in report.fused if site.rule == "layernorm_mlp")
         fused, before = duration(mlp.fused_seconds), duration(mlp.seconds)
         assert f"predicted time of a call on an H100: {fused}, {before} unfused" in told
-        assert f"predicted memory kept for the backward: {mlp.kept / 2**20:,.1f} MiB" in told
+        assert f"predicted memory kept for the backward: {size_text(mlp.kept)}" in told
         assert "in fp8-delayed" in told
         assert f"{duration(mlp.saved)}" in page.locator("table.fused").text_content()
 
@@ -100,6 +101,15 @@ def test_a_click_shows_the_errors_of_the_check(browser: object, tmp_path: Path) 
     off = next(site for site in report.fused if site.rule == "layernorm_mlp").deviations
     assert len(off) > 3
     assert all(f"{one.name}: error {one.converted:.1e}, unfused {one.original:.1e}" in told for one in off)
+
+
+def test_wide_blocks_stay_readable_on_a_phone(browser: object, tmp_path: Path) -> None:
+    with opened_page(browser, report_of("t5"), tmp_path, "phone") as page:
+        page.get_by_role("button", name="open all").click()
+        scale = "e => e.getBoundingClientRect().width / e.viewBox.baseVal.width"
+        drawn = page.locator(".drawing svg").all()
+        assert min(picture.evaluate(scale) for picture in drawn) > 0.59
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
 
 def test_the_page_is_dark_where_the_reader_wants_it(browser: object, tmp_path: Path) -> None:

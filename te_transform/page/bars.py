@@ -60,7 +60,7 @@ def chart(title: str, basis: str, bars: Sequence[Bar], told: Callable[[float], s
     sizes: Counter[str] = Counter()
     for _, parts in bars:
         sizes.update(parts)
-    kinds = [kind for kind, _ in sizes.most_common()]  # the largest first
+    kinds = [kind for kind, size in sizes.most_common() if size]  # the largest first
     totals = [sum(parts.values()) for _, parts in bars]
     longest = max(totals, default=0) or 1
     rows = "".join(

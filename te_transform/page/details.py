@@ -9,6 +9,7 @@ from torch import fx
 
 from te_transform.execution.timing import duration
 from te_transform.graph.nodes import name_in_model
+from te_transform.plan.memory import size_text
 from te_transform.plan.rule import Outcome
 from te_transform.report.drawing import call_of, described, module_text
 
@@ -44,6 +45,6 @@ def _number_lines(outcome: Outcome | None) -> Iterator[str]:
     if outcome.precision:
         yield outcome.precision
     if outcome.kept:
-        yield f"predicted memory kept for the backward: {outcome.kept / 2**20:,.1f} MiB"
+        yield f"predicted memory kept for the backward: {size_text(outcome.kept)}"
     for off in outcome.deviations:
         yield f"{off.name}: error {off.converted:.1e}, unfused {off.original:.1e}, allowed {off.allowed:.1e}"

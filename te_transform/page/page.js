@@ -14,7 +14,8 @@ const minor = document.getElementById("minor");
 const [TITLE, VALUE, RULE, KIND, PAIR, READS] = [0, 1, 2, 3, 4, 5];
 const TOP = 26, INSIDE = 10, GAP = 14; // pixels: the title and the margin of a frame, and between boxes
 const BOX = { operation: [126, 40], port: [104, 32] }, SMALL = { operation: [106, 38], port: [88, 31] };
-const LEAST = 0.75, NESTED = 0.9; // the smallest scales: of two pictures side by side, and of one
+// The smallest scales: of two pictures side by side, of one without folded ranks, and of one that then scrolls.
+const LEAST = 0.75, NESTED = 0.9, READABLE = 0.6;
 
 document.body.insertAdjacentHTML("beforeend", `<svg id="definitions" width="0" height="0" aria-hidden="true"><defs>
   <marker id="arrow" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" markerUnits="userSpaceOnUse" orient="auto">
@@ -275,7 +276,7 @@ function picture(block, sides, plan, place, isNested) {
     if (!drawn.has(path)) lines.push(svg("path", { d: path, "data-from": one, "data-to": other, "data-ends": `${which}-${from} ${which}-${to}`, "marker-end": "url(#arrow)" }));
     drawn.add(path);
   }
-  const size = { viewBox: `0 0 ${width} ${height}`, width, height };
+  const size = { viewBox: `0 0 ${width} ${height}`, width, height, style: `min-width: ${READABLE * width}px` };
   return svg("svg", { ...size, role: "group", "aria-label": isNested ? "before and after" : ["before", "after"][place] },
     ...frames, ...lines, ...boxes);
 }
