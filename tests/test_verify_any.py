@@ -740,3 +740,10 @@ def test_a_module_of_torch_jit(script: Callable[[nn.Module], nn.Module], few: No
     port[0].eps = 1e-2
     assert verify(model, script(copy.deepcopy(model)), X)
     assert not verify(model, script(port), X)
+
+
+@pytest.mark.parametrize("draw", [torch.randn_like, lambda x: torch.empty_like(x).uniform_()])
+def test_random_numbers_are_the_same_in_fp64(draw: Callable[[Tensor], Tensor], few: None) -> None:
+    model = Calls(lambda m, x: m.linear(x + draw(x)))
+    assert verify(model, copy.deepcopy(model), X)
+    assert not verify(model, Calls(lambda m, x: m.linear(x + 1.01 * draw(x))), X)

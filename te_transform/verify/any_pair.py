@@ -31,7 +31,7 @@ from te_transform.verify.variations import EXAMPLE, LEFT_PADDED, Variation
 from te_transform.verify.verification import Verification
 
 _AUTOCAST = "autocast"
-_CALLED = "after other calls"
+_AFTER_CALLS = "after other calls"
 _MASK = "attention_mask"
 # After this many captures, dynamo would run a compiled model uncompiled.
 _COMPILES_EACH_CASE = {"recompile_limit": 2**10, "accumulated_recompile_limit": 2**14}
@@ -58,7 +58,7 @@ class AnyPair:
     @property
     def modes(self) -> tuple[tuple[str, bool], ...]:
         dtypes = {p.dtype for model in self.models for p in model.parameters() if p.is_floating_point()}
-        called = (_CALLED, True), (_CALLED, False)
+        called = (_AFTER_CALLS, True), (_AFTER_CALLS, False)
         return ((_AUTOCAST, True), *called) if dtypes == {torch.float32} else called
 
     @property
@@ -153,7 +153,7 @@ class AnyPair:
 
     def _call_before(self, model: nn.Module, case: Case, double: bool = False) -> None:
         """Call a model on other inputs first if the case asks for it: a model may keep what it computes."""
-        for each in self.earlier if case.mode == _CALLED else ():
+        for each in self.earlier if case.mode == _AFTER_CALLS else ():
             args, kwargs = each.clone()
             if double:
                 args, kwargs = tree_map_only(Tensor, lambda t: t.to(wide_dtype(t.dtype)), (args, kwargs))

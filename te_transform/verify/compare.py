@@ -55,7 +55,7 @@ from te_transform.verify.replay import Run, Subject, run
 MORE = 1.2  # sums of the converted model run in another order, with errors of the same size
 GRADIENT = "gradient of "  # the start of the names of rows of gradients
 DRAWS, NEAR_DRAWS = 20, 100  # runs of the original with random rounding: of any failure, and of a near one
-_RESOLVED, _LOST = 8, 0.5  # see above: of the norm of a gradient
+_RESOLVED_SHARE, _LOST_SHARE = 8, 0.5  # see above: of the norm of a gradient
 NEAR = 1.5  # the error of a near failure, at most this many times the allowed error
 
 Emulation = Callable[[int | None], AbstractContextManager]
@@ -148,7 +148,8 @@ def judge(contenders: Contenders, inputs: Inputs, label: str = "", large: bool =
 def _in_fp64(contenders: Contenders, inputs: Inputs, own: Run, large: bool) -> Run | None:
     """Run the reference; return None if memory runs out and `large` is True."""
     try:
-        return _run_original(contenders.reference, inputs, cotangents=own.cotangents, double=True)
+        how = {"cotangents": own.cotangents, "drawn": own.drawn}
+        return _run_original(contenders.reference, inputs, **how, double=True)
     except OriginalError as error:
         if not large or not isinstance(error.__cause__, torch.OutOfMemoryError):
             raise
@@ -241,8 +242,8 @@ def _row(inputs: str, name: str, tensors: list[Tensor | None], scale: float | No
     error, *own = (_norm(t[counted].double() - exact) / (size or 1.0) for t in (converted, original, *draws))
     allowed = MORE * max(own) + (torch.finfo(original.dtype).eps if size else 0.0)
     own_size = _norm(exact) / (size or 1.0)
-    lost = _RESOLVED * max(own) < own_size and _LOST * own_size < error <= allowed
-    allowed = _LOST * own_size if lost else allowed
+    lost = _RESOLVED_SHARE * max(own) < own_size and _LOST_SHARE * own_size < error <= allowed
+    allowed = _LOST_SHARE * own_size if lost else allowed
     finite = bool(counted.any()) or not counted.numel()
     zero = bool(exact.numel()) and not exact.any()
     numbers = error, max(own), allowed

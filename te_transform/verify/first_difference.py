@@ -38,7 +38,7 @@ def first_difference(
     try:
         own, found = _record_tape(original, inputs)
         how = {"cotangents": found.cotangents}
-        exact, _ = _record_tape(reference, inputs, **how, double=True)
+        exact, _ = _record_tape(reference, inputs, **how, drawn=found.drawn, double=True)
     except _Raised:  # the original does not run with hooks
         return None
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -27,6 +27,11 @@ _DROPOUT_P = {  # position of dropout_p among the arguments
         "dropout_p"
     ),
 }
+_DRAWS = {  # of floating-point numbers and of choices by their values
+    torch.rand, torch.randn, torch.rand_like, torch.randn_like, torch.normal, torch.bernoulli,
+    torch.multinomial, Tensor.bernoulli, Tensor.bernoulli_, Tensor.multinomial, Tensor.normal_,
+    Tensor.uniform_, Tensor.exponential_, Tensor.log_normal_,
+}  # fmt: skip
 
 
 def active_probability(func: Any, args: tuple, kwargs: dict[str, Any]) -> float:
@@ -89,12 +94,20 @@ class Judged(GraphMode):
     """The function mode that makes two runs comparable: it disables dropout without changing any module.
 
     With `double`, casts to a narrower dtype (a norm's float()) become casts to fp64. With a seed for
-    `rounding`, results are rounded at random.
+    `rounding`, results are rounded at random. Random numbers differ by dtype, so a run in fp64 takes those
+    that another run has drawn.
+
+    Attributes:
+        drawn: The random numbers of the run.
     """
 
-    def __init__(self, double: bool = False, rounding: int | None = None):
+    def __init__(
+        self, double: bool = False, rounding: int | None = None, drawn: Iterable[Tensor] | None = None
+    ):
         super().__init__()
         self.double = double
+        self.drawn: list[Tensor] = []
+        self._given = None if drawn is None else iter(drawn)
         self.seeds = None if rounding is None else random.Random(rounding)
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -112,7 +125,15 @@ class Judged(GraphMode):
                 {key: _as_float64(value) for key, value in kwargs.items()},
             )
         out = func(*args, **kwargs)
+        if func in _DRAWS:
+            self._note_or_replace(out)
         return out if self.seeds is None else self._rounded(out, tree_leaves((args, kwargs)))
+
+    def _note_or_replace(self, drawn: Tensor) -> None:
+        if self._given is None:
+            self.drawn.append(drawn.detach().clone())
+        elif (given := next(self._given, drawn)).shape == drawn.shape:
+            drawn.detach().copy_(given)
 
     def _rounded(self, out: Any, given: list[Any]) -> Any:
         if type(out) in (tuple, list):

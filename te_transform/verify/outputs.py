@@ -87,15 +87,16 @@ class _Effects:
     def __exit__(self, *error: Any) -> None:
         self.dropouts.__exit__(*error)
         # batch norm's kernels update buffers without a new version
-        self.updated = _changed(self.before, _buffers(self.model))
-        written = _changed(self.inputs, self.given)
+        self.updated = _copies_of_changed(self.before, _buffers(self.model))
+        written = _copies_of_changed(self.inputs, self.given)
         self.others = {f"written input {name}": tensor for name, tensor in written.items()}
         self.others |= {
-            f"{DROPOUT}{p:g}": torch.ones((), dtype=torch.bool) for p in self.dropouts.probabilities
+            f"{DROPOUT}{p:g}": torch.ones((), dtype=torch.bool, device="cpu")
+            for p in self.dropouts.probabilities
         }
 
 
-def _changed(before: dict[str, Tensor], after: dict[str, Tensor]) -> dict[str, Tensor]:
+def _copies_of_changed(before: dict[str, Tensor], after: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return copies of the tensors that are new or have other values than before."""
     return {
         name: tensor.detach().clone()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
@@ -48,11 +48,15 @@ class Subject:
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """The outputs and gradients, by name, of a forward and the backward of sum(output * cotangent)."""
+    """The outputs and gradients, by name, of a forward and the backward of sum(output * cotangent).
+
+    `drawn` has the random numbers of both.
+    """
 
     outputs: dict[str, Tensor]
     gradients: dict[str, Tensor]
     cotangents: dict[str, Tensor]
+    drawn: Sequence[Tensor] = ()
 
 
 def run(
@@ -62,6 +66,7 @@ def run(
     cotangents: Mapping[str, Tensor] | None = None,
     double: bool = False,
     rounding: int | None = None,
+    drawn: Iterable[Tensor] | None = None,
 ) -> Run:
     """Run `subject` forward and, if gradients are enabled, backward, with dropout off.
 
@@ -72,9 +77,10 @@ def run(
         double: True to run in fp64, regardless of casts in the forward. The tensors that `subject` reads must
             be in fp64.
         rounding: A seed to perturb every result that requires a gradient by at most a random half ulp.
+        drawn: The random numbers of another run, in place of new ones.
     """
     args, kwargs, leaves = _copies_and_leaves(inputs, double)
-    mode = Judged(double, rounding)
+    mode = Judged(double, rounding, drawn)
     with subject.within(), _default_dtype(double), same_random(tree_leaves((args, kwargs))):
         trained = {name: tensor for name, tensor in subject.parameters() if tensor.requires_grad}
         with mode:
@@ -87,7 +93,8 @@ def run(
         own = {name: gradient for name, gradient in gradients.items() if name in trained}
         gradients = subject.pull_back(own) | {n: g for n, g in gradients.items() if n not in trained}
         gradients = {name: _as_real(gradient) for name, gradient in gradients.items()}
-    return Run({name: out.detach() for name, out in outputs.items()}, gradients, dict(cotangents))
+    found = {name: out.detach() for name, out in outputs.items()}
+    return Run(found, gradients, dict(cotangents), mode.drawn)
 
 
 @contextlib.contextmanager
