@@ -105,7 +105,7 @@ def test_a_conversion_reports_what_its_plan_predicted(as_if_te_ran: None) -> Non
 def test_every_model_has_a_prediction(name: str) -> None:
     found = planned(name).memory
     assert found.peak >= max(found.kept, found.gradients) > 0
-    assert f"{found.weights / MIB:,.0f} MiB of weights" in str(found)
+    assert f"{size_text(found.weights)} of weights" in str(found)
     large = replace(found, weights=10 * 1024 * MIB, peak=10 * 1024 * MIB - MIB)
     assert str(large).startswith("10,239 MiB at the most beside 10.0 GiB of weights: ")
 
