@@ -448,8 +448,13 @@ def test_each_run_begins_with_the_same_running_statistics() -> None:
         assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
+TOTAL = [1]
+
+
 class Stateful(nn.Module):
     """Its output depends on a value that each forward changes, in one of several places."""
+
+    total = 1
 
     def __init__(self, place: str) -> None:
         super().__init__()
@@ -464,6 +469,12 @@ class Stateful(nn.Module):
         y = self.linear(self.norm(x))
         if self.place == "hook":
             return y
+        if self.place == "class":
+            type(self).total += 1
+            return y * type(self).total
+        if self.place == "global":
+            TOTAL.append(1)
+            return y * len(TOTAL)
         if self.place == "iterator":
             return y * next(self.numbers[0])
         if self.place == "number":
@@ -479,7 +490,9 @@ class Stateful(nn.Module):
         return y * self.steps
 
 
-@pytest.mark.parametrize("place", ["number", "list", "tensor", "buffer", "iterator", "hook"])
+@pytest.mark.parametrize(
+    "place", ["number", "list", "tensor", "buffer", "iterator", "hook", "class", "global"]
+)
 def test_each_run_begins_with_the_same_state(place: str) -> None:
     model = Stateful(place)
     converted = te_transform.convert(model, X, backend="torch", verify=False)
@@ -491,6 +504,7 @@ def test_each_run_begins_with_the_same_state(place: str) -> None:
     assert torch.equal(*outputs)
     for each in (model, converted):
         assert (each.calls, each.held, each.seen.item(), each.steps.item()) == (1, {"calls": [1]}, 1, 1)
+        assert (each.total, TOTAL) == (1, [1])
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from te_transform.graph.bits import same_bits
-from te_transform.graph.state_snapshot import Noted, NotedValues, is_plain, noted
+from te_transform.graph.state_snapshot import Noted, is_plain, noted
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -108,8 +108,8 @@ def _put_numbers_back(parameter: nn.Parameter, numbers: Tensor) -> None:
 
 @contextlib.contextmanager
 def same_state(model: nn.Module) -> Iterator[None]:
-    """Restore what the modules hold: a forward may update running statistics, count calls or keep tensors."""
-    before = NotedValues(model)
+    """Restore what a forward changes: it may update running statistics, count calls or keep tensors."""
+    before = noted(model)
     with contextlib.ExitStack() as afterwards:
         for content in before.contents:
             afterwards.callback(content.put_back)

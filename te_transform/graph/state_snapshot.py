@@ -217,19 +217,6 @@ class Noted:
         return (names.get(id(value), "") + "".join(reversed(labels))).removeprefix(".")
 
 
-class NotedValues(Noted):
-    """A snapshot without classes and what the code of functions refers to: fast enough for every call."""
-
-    def _enter(self, function: types.FunctionType) -> None:
-        """Record what a function keeps, such as the variables of a hook's closure."""
-        if id(function) not in self._found and (content := self._of_function(function)) is not None:
-            self._lead(content, content.inside)
-
-    def _note(self, value: Any) -> None:
-        if not isinstance(value, type):
-            super()._note(value)
-
-
 def noted(model: nn.Module) -> Noted:
     """Take a snapshot of every value that the modules of a model refer to."""
     return Noted(model)
