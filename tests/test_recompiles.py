@@ -1,5 +1,6 @@
 """A value that changes at each call is captured three times at most."""
 
+import collections
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 import te_transform
 from te_transform.graph.capture import capture
+from te_transform.graph.long_containers import MOST_ELEMENTS
 from te_transform.graph.recompiles import MOST_CAPTURES
 from tests.models.tiny import WIDTH, Tiny
 from tests.zoo import seeded
@@ -163,6 +165,47 @@ def test_modes_and_sizes_are_no_values_that_change() -> None:
             for x in (X, X.repeat(1 + call, 1)):
                 assert torch.equal(run(x), model(x))
     assert not reasons
+
+
+# Long containers
+
+
+def adds_up(seen: Any) -> int:
+    return sum(seen.values() if isinstance(seen, dict) else seen)
+
+
+LONG = {
+    "a list that grows": (list, lambda seen: seen.append(1)),
+    "a list that is added up": (list, adds_up),
+    "a deque that grows": (collections.deque, lambda seen: seen.append(1)),
+    "a set that grows": (set, lambda seen: seen.add(-len(seen))),
+    "a dict that grows": (dict.fromkeys, lambda seen: seen.update({-len(seen): 1})),
+    "a dict that is added up": (lambda numbers: dict.fromkeys(numbers, 1), adds_up),
+}
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_python_reads_and_changes_a_long_container(name: str) -> None:
+    class Long(Tiny):
+        seen: Any
+        use: Callable[[Any], Any]
+
+        def forward(self, x: Tensor) -> Tensor:
+            used = self.use(self.seen)
+            return super().forward(x) * (len(self.seen) if used is None else used)
+
+    make, use = LONG[name]
+    model, twin = seeded(Long), seeded(Long)
+    for each in (model, twin):
+        each.seen, each.use = make(range(MOST_ELEMENTS + 1)), use
+    graphs: list[Any] = []
+    reasons: dict[str, None] = {}
+    run = capture(Long.forward, lambda graph, inputs: graphs.append(graph) or graph.forward, reasons=reasons)
+    for _ in range(2):
+        assert torch.equal(run(model, X), twin(X))
+    assert model.seen == twin.seen
+    assert graphs
+    assert any("elements of a list" in why for why in reasons)
 
 
 # Hooks

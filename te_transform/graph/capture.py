@@ -32,6 +32,7 @@ from torch.fx._symbolic_trace import is_fx_symbolic_tracing
 from te_transform.graph.errors import in_full
 from te_transform.graph.fake import faked
 from te_transform.graph.inputs import Inputs
+from te_transform.graph.long_containers import bounded_containers
 from te_transform.graph.questions import guard_questions
 from te_transform.graph.recompiles import Recompiles, module_in_frame
 from te_transform.graph.traceable import traceable_forms
@@ -158,7 +159,7 @@ def _our_capture(settings: Mapping[str, Any]) -> Iterator[None]:
     token = _ours.set(True)
     try:
         patched = torch._dynamo.config.patch({**SETTINGS, **_ignored_logging(), **settings})
-        with compile_lock, patched, guard_questions(), traceable_forms():
+        with compile_lock, patched, guard_questions(), bounded_containers(), traceable_forms():
             yield
     finally:
         _ours.reset(token)
