@@ -454,6 +454,22 @@ def test_a_method_may_have_other_code_later(monkeypatch: pytest.MonkeyPatch) -> 
     check(lambda m, held, kwargs: held.method(), Derived(), change)
 
 
+@pytest.mark.parametrize("late", [("__defaults__", (5.0,)), ("__kwdefaults__", {"other": 5.0})])
+@pytest.mark.parametrize("name", ["__init__", "scale"])
+def test_a_method_may_have_other_defaults_later(name: str, late: tuple[str, Any]) -> None:
+    def method(self: Any, value: float = 1.0, *, other: float = 1.0) -> float | None:
+        self.value = value + other
+        return None if name == "__init__" else self.value
+
+    made = type("Made", (), {name: method, "value": 1.0})
+
+    def read(m: Model, held: Any, kwargs: dict[str, Any]) -> float:
+        new = made()
+        return new.value if name == "__init__" else new.scale()
+
+    check(read, None, lambda model: setattr(method, *late))
+
+
 def test_a_class_may_have_other_bases_later() -> None:
     try:
         check(

@@ -16,8 +16,11 @@ from torch._dynamo import guards
 from torch._dynamo.source import GlobalStateSource
 from torch._guards import Guard, TracingContext
 
+from te_transform.graph.content import are_the_same, objects
+
 _MISSING = object()
 _CODE_OF, _MRO_OF = operator.attrgetter("__code__"), operator.attrgetter("__mro__")
+_DEFAULTS_OF = operator.attrgetter("__defaults__"), operator.attrgetter("__kwdefaults__")
 
 
 def guard_class_attribute(held: Any, name: str) -> None:
@@ -102,6 +105,8 @@ def _same_classes(builder: Any, guard: Guard, read: dict[tuple[type, str], Any])
     bases, mros, codes = list(orders), list(orders.values()), list(map(_CODE_OF, functions))
     lack_the_same = _missing_names([key for key, found in named.items() if found is _MISSING], mros)
 
+    have_same_defaults = _same_defaults(functions)
+
     def are_same(_: Any) -> bool:
         try:
             if list(map(operator.getitem, homes, names)) != values:
@@ -109,7 +114,7 @@ def _same_classes(builder: Any, guard: Guard, read: dict[tuple[type, str], Any])
         except KeyError:
             return False
         same = list(map(_CODE_OF, functions)) == codes and list(map(_MRO_OF, bases)) == mros
-        return same and lack_the_same()
+        return same and have_same_defaults() and lack_the_same()
 
     told = f"classes define the same {sorted({name for _, name in named})}"
     builder.guard_manager.root.add_lambda_guard(
@@ -144,3 +149,16 @@ def _missing_names(missing: list[tuple[type, str]], mros: list[tuple[type, ...]]
 
 def _sizes_and_lasts(homes: list[Mapping[str, Any]]) -> tuple[list[int], list[str]]:
     return list(map(len, homes)), list(map(next, map(reversed, homes)))
+
+
+def _same_defaults(functions: list[Any]) -> Callable[[], bool]:
+    """Return a function that is True while these functions have the same default arguments."""
+    held = [list(map(get, functions)) for get in _DEFAULTS_OF]
+    keywords = [(named, objects(named)) for named in held[1] if named]  # a dict may change in place
+
+    def are_same() -> bool:
+        now = (map(get, functions) for get in _DEFAULTS_OF)
+        same = all(all(map(operator.is_, some, others)) for some, others in zip(now, held, strict=True))
+        return same and all(are_the_same(objects(named), known) for named, known in keywords)
+
+    return are_same
