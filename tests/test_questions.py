@@ -701,6 +701,19 @@ def test_a_global_variable_may_become_another_object(monkeypatch: pytest.MonkeyP
     )
 
 
+def first(item: Any) -> float:
+    return float(item[0] if isinstance(item, tuple) else item)
+
+
+@pytest.mark.parametrize("view", ["keys", "values", "items"])
+def test_an_ordered_dict_may_have_another_order_later(view: str) -> None:
+    check(
+        lambda m, held, kwargs: first(next(iter(getattr(held, view)()))),
+        collections.OrderedDict({"1": 1.0, "2": 2.0}),
+        lambda model: model.held.move_to_end("1"),
+    )
+
+
 def test_a_deque_drops_its_first_items() -> None:
     def read(model: Model, held: Any, kwargs: dict[str, Any]) -> float:
         held.append(held[-1] + 1.0)

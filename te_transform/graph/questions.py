@@ -15,6 +15,7 @@ with a different answer recompiles.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import enum
 import functools
@@ -288,6 +289,7 @@ def _patches() -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
         for name in of_all:
             if name in vars(tracker):
                 yield tracker, name, _call_after(_guard_all_items)
+    yield dicts.ConstDictVariable, "install_dict_keys_match_guard", _call_before(_guard_order)
     yield dicts.ConstDictVariable, "install_dict_contains_guard", _call_before(_guard_made_key)
     yield lists.CommonListMethodsVariable, "call_method", _call_before(_guard_list_method)
     yield builder.VariableBuilder, "_wrap", _length_limit
@@ -451,6 +453,12 @@ def _item_lookup(own: Callable[..., Any]) -> Callable[..., Any]:
 def _guard_all_items(self: Any, *_: Any) -> None:
     """Guard the keys of a dict or a set that dynamo reads as a whole, and their order."""
     _guard(self, _keys_in_order)
+
+
+def _guard_order(self: Any) -> None:
+    """Guard the order of an OrderedDict: move_to_end() does not change the order that dynamo guards."""
+    if self.user_cls is collections.OrderedDict:
+        _guard_all_items(self)
 
 
 def _guard_list_method(self: Any, _: Any, name: str, args: list[VariableTracker], kwargs: Any) -> None:
