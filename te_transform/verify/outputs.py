@@ -1,4 +1,4 @@
-"""What the two models of a case compute: outputs without padding, and what their forwards write and drop."""
+"""Outputs of the two models of a case: without padding, with what their forwards write and drop."""
 
 from __future__ import annotations
 
