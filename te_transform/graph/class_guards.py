@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import operator
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from inspect import isfunction
 from typing import Any
 
@@ -94,18 +94,15 @@ def _classes_read() -> dict[tuple[type, str], Any]:
 def _same_classes(builder: Any, guard: Guard, read: dict[tuple[type, str], Any]) -> None:
     """Build the guard for class attributes after `read` is complete.
 
-    It runs in each call, so built-in functions loop over the attributes.
+    Built-in functions loop over the attributes, because each call runs the guard.
     """
     orders = {base: found for (base, name), found in read.items() if name == "__mro__"}
-    named = {key: found for key, found in read.items() if key[1] != "__mro__"}
-    kept = [(vars(base), name) for (base, name), found in named.items() if found is not _MISSING]
-    homes, names = ([each[place] for each in kept] for place in range(2))
-    values = [found for found in named.values() if found is not _MISSING]
+    missing = [key for key, found in read.items() if found is _MISSING]
+    kept = {key: found for key, found in read.items() if found is not _MISSING and key[1] != "__mro__"}
+    homes, names, values = [vars(base) for base, _ in kept], [name for _, name in kept], list(kept.values())
     functions = list(filter(isfunction, values))
     bases, mros, codes = list(orders), list(orders.values()), list(map(_CODE_OF, functions))
-    lack_the_same = _missing_names([key for key, found in named.items() if found is _MISSING], mros)
-
-    have_same_defaults = _same_defaults(functions)
+    have_same_defaults, lack_the_same = _same_defaults(functions), _missing_names(missing, mros)
 
     def are_same(_: Any) -> bool:
         try:
@@ -116,7 +113,7 @@ def _same_classes(builder: Any, guard: Guard, read: dict[tuple[type, str], Any])
         same = list(map(_CODE_OF, functions)) == codes and list(map(_MRO_OF, bases)) == mros
         return same and have_same_defaults() and lack_the_same()
 
-    told = f"classes define the same {sorted({name for _, name in named})}"
+    told = f"classes define the same {sorted({name for _, name in (*kept, *missing)})}"
     builder.guard_manager.root.add_lambda_guard(
         are_same, guards.get_verbose_code_parts([told], guard), guard.user_stack
     )
@@ -125,16 +122,15 @@ def _same_classes(builder: Any, guard: Guard, read: dict[tuple[type, str], Any])
 def _missing_names(missing: list[tuple[type, str]], mros: list[tuple[type, ...]]) -> Callable[[], bool]:
     """Return a function that is True while classes lack these names, and have no new special methods.
 
-    A new name is the last one of its class. The names of a class are compared only if their number or the
-    last one has changed.
+    While a class has the same names in the same order, they are not looked up one by one.
     """
     special = {base: _special_names(base) for mro in mros for base in mro if _is_users(base, "__call__")}
     homes = [vars(base) for base in {base: None for base, _ in missing} | special]
-    known = _sizes_and_lasts(homes)
+    known = list(map(list, homes))
 
     def lack_the_same() -> bool:
         nonlocal known
-        now = _sizes_and_lasts(homes)
+        now = list(map(list, homes))
         if now == known:
             return True
         if any(name in vars(base) for base, name in missing):
@@ -145,10 +141,6 @@ def _missing_names(missing: list[tuple[type, str]], mros: list[tuple[type, ...]]
         return True
 
     return lack_the_same
-
-
-def _sizes_and_lasts(homes: list[Mapping[str, Any]]) -> tuple[list[int], list[str]]:
-    return list(map(len, homes)), list(map(next, map(reversed, homes)))
 
 
 def _same_defaults(functions: list[Any]) -> Callable[[], bool]:
