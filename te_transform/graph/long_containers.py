@@ -6,10 +6,9 @@ elements grows with n * n: a forward that appends to a list of 100,000 numbers w
 
 from __future__ import annotations
 
-import functools
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -26,10 +25,10 @@ from torch._dynamo.variables.builder import VariableBuilder
 from torch._dynamo.variables.dicts import ConstDictVariable
 from torch._guards import Source
 
+from te_transform.graph.questions import call_before
+
 MOST_ELEMENTS = 2**10
 _OF_ELEMENTS = (ConstDictKeySource, DictGetItemSource, GetItemSource, NonSerializableSetGetItemSource)
-
-_KEYS = "install_dict_keys_match_guard"
 
 
 @contextmanager
@@ -37,42 +36,29 @@ def bounded_containers() -> Iterator[None]:
     """End a graph where the forward reads or changes a longer container: Python runs this statement."""
     read: defaultdict[Source, set[Source]] = defaultdict(set)
 
-    def count_elements(wrap: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(wrap)
-        def call(self: VariableBuilder, value: Any) -> Any:
-            if isinstance(source := self.source, _OF_ELEMENTS):
-                read[source.base].add(source)
-                _check(len(read[source.base]))
-            return wrap(self, value)
+    def count_elements(self: VariableBuilder, _: Any) -> None:
+        if isinstance(source := self.source, _OF_ELEMENTS):
+            read[source.base].add(source)
+            _check(len(read[source.base]))
 
-        return call
-
-    with (
-        patch.object(VariableBuilder, "_wrap", count_elements(VariableBuilder._wrap)),
-        patch.object(SideEffects, "mutation", _check_changed(SideEffects.mutation)),
-        patch.object(ConstDictVariable, _KEYS, _check_keys(getattr(ConstDictVariable, _KEYS))),
-    ):
+    with ExitStack() as patches:
+        for home, name, check in (
+            (VariableBuilder, "_wrap", count_elements),
+            (SideEffects, "mutation", _check_changed),
+            (ConstDictVariable, "install_dict_keys_match_guard", _check_keys),
+        ):
+            patches.enter_context(patch.object(home, name, call_before(check)(getattr(home, name))))
         yield
 
 
-def _check_changed(mutation: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(mutation)
-    def call(self: SideEffects, variable: VariableTracker, *args: Any) -> Any:
-        if variable.source is not None:
-            _check(len(getattr(variable, "items", ())))
-        return mutation(self, variable, *args)
-
-    return call
+def _check_changed(_: SideEffects, variable: VariableTracker, *__: Any) -> None:
+    if variable.source is not None:
+        _check(len(getattr(variable, "items", ())))
 
 
-def _check_keys(guard_keys: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(guard_keys)
-    def call(self: ConstDictVariable) -> Any:
-        if self.source is not None:
-            _check(len(self.items))
-        return guard_keys(self)
-
-    return call
+def _check_keys(self: ConstDictVariable) -> None:
+    if self.source is not None:
+        _check(len(self.items))
 
 
 def _check(elements: int) -> None:

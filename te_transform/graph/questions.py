@@ -97,18 +97,18 @@ def guard_questions() -> Iterator[None]:
 def _guard(variable: VariableTracker, ask: Ask) -> None:
     """Guard the answer of `ask` for the object behind `variable`, if the variable has a source."""
     if variable.source is not None:
-        _install(variable.source, ask)
+        _install(variable.source, _same_answer, ask)
 
 
 def _guard_process(
     function: Callable[..., Any], arguments: tuple[Any, ...] = (), named: tuple[tuple[str, Any], ...] = ()
 ) -> None:
     ask = functools.partial(_process_says, function=function, arguments=arguments, named=named)
-    _install(GlobalStateSource(), ask, _same_answer_of_process)
+    _install(GlobalStateSource(), _same_answer_of_process, ask)
 
 
-def _install(source: Source, ask: Ask, build: Callable[..., None] | None = None) -> None:
-    """Add a guard, once for each question. `build` makes it, by default as for the answer of an object.
+def _install(source: Source, build: Callable[..., None], ask: Ask) -> None:
+    """Add a guard, once for each question.
 
     Dynamo's install_guard() omits guards on objects in modules of Python's standard library, such as
     os.environ. This function adds these guards as well.
@@ -120,7 +120,7 @@ def _install(source: Source, ask: Ask, build: Callable[..., None] | None = None)
     question = source.name, getattr(ask, "func", ask), *((type(value), value) for value in values)
     if question not in asked:
         asked.add(question)
-        installed.add(source.make_guard(functools.partial(build or _same_answer, ask=ask)))
+        installed.add(source.make_guard(functools.partial(build, ask=ask)))
 
 
 def _without_skips(source: Source) -> Source:
@@ -138,7 +138,7 @@ def _same_answer(builder: Any, guard: Guard, ask: Ask) -> None:
     Dynamo's own guards for missing keys are faster. The manager of a dict whose order of keys is guarded
     takes no other guard. The root takes it there.
     """
-    if _is_missing_key(builder, guard, ask):
+    if _guard_missing_key(builder, guard, ask):
         return
     manager, told = builder.get_guard_manager(guard), _question(ask, guard.name)
     if isinstance(manager, guards.DictGuardManager):
@@ -150,7 +150,7 @@ def _same_answer(builder: Any, guard: Guard, ask: Ask) -> None:
     )
 
 
-def _is_missing_key(builder: Any, guard: Guard, ask: Any) -> bool:
+def _guard_missing_key(builder: Any, guard: Guard, ask: Any) -> bool:
     """Build dynamo's guard for a key that a dict lacks. Return False if the question is another one."""
     asked, held = getattr(ask, "func", None), builder.get(guard)
     home = _own_dict(held) if asked is _holds_name else held if asked is _holds_key else None
@@ -289,26 +289,26 @@ def _patches() -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
         for name in of_all:
             if name in vars(tracker):
                 yield tracker, name, _call_after(_guard_all_items)
-    yield dicts.ConstDictVariable, "install_dict_keys_match_guard", _call_before(_guard_order)
-    yield dicts.ConstDictVariable, "install_dict_contains_guard", _call_before(_guard_made_key)
-    yield lists.CommonListMethodsVariable, "call_method", _call_before(_guard_list_method)
+    yield dicts.ConstDictVariable, "install_dict_keys_match_guard", call_before(_guard_order)
+    yield dicts.ConstDictVariable, "install_dict_contains_guard", call_before(_guard_made_key)
+    yield lists.CommonListMethodsVariable, "call_method", call_before(_guard_list_method)
     yield builder.VariableBuilder, "_wrap", _length_limit
     yield builder.VariableBuilder, "wrap_listlike", _lists_in_tuples
     yield UserDefinedClassVariable, "__init__", _call_after(_guard_class)
     yield UserDefinedObjectVariable, "__init__", _call_after(_guard_class)
     for tracker in (misc.PythonModuleVariable, *_subclasses(functions.BaseUserFunctionVariable)):
         if "call_obj_hasattr" in vars(tracker):
-            yield tracker, "call_obj_hasattr", _call_before(_guard_hasattr)
-    yield functions.UserMethodVariable, "call_function", _call_before(_guard_getattr_method)
-    yield torch_functions.TorchInGraphFunctionVariable, "call_function", _call_before(_guard_folded_function)
-    yield functions.PolyfilledFunctionVariable, "call_function", _call_before(_guard_polyfill)
-    yield misc.RandomVariable, "call_method", _call_before(_guard_random_state)
+            yield tracker, "call_obj_hasattr", call_before(_guard_hasattr)
+    yield functions.UserMethodVariable, "call_function", call_before(_guard_getattr_method)
+    yield torch_functions.TorchInGraphFunctionVariable, "call_function", call_before(_guard_folded_function)
+    yield functions.PolyfilledFunctionVariable, "call_function", call_before(_guard_polyfill)
+    yield misc.RandomVariable, "call_method", call_before(_guard_random_state)
     yield from _identity_patches()
     yield SetVariable, "call_method", _set_method
     yield guards.GuardBuilder, "EQUALS_MATCH", _call_after(_guard_numbers)
-    yield misc.GetAttrVariable, "call_method", _call_before(_guard_dict_method)
+    yield misc.GetAttrVariable, "call_method", call_before(_guard_dict_method)
     if "call_method" in vars(DefaultDictVariable):  # later versions call _missing_impl
-        yield DefaultDictVariable, "call_method", _call_before(_guard_default_dict)
+        yield DefaultDictVariable, "call_method", call_before(_guard_default_dict)
     if hasattr(dicts, "DunderDictVariable"):  # replaces GetAttrVariable since PyTorch 2.13
         yield dicts.DunderDictVariable, "install_dict_contains_guard", _name_in_dict
         yield dicts.DunderDictVariable, "install_dict_keys_match_guard", _names_in_dict
@@ -316,23 +316,23 @@ def _patches() -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
 
 def _identity_patches() -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
     """Yield the methods that take two objects for one, or for two."""
-    yield BuiltinVariable, "call_function", _call_before(_guard_builtin)
+    yield BuiltinVariable, "call_function", call_before(_guard_builtin)
     yield BuiltinVariable, "call_function", _asked_of_classes
     if _IS_2_13:
-        yield variables.object_protocol, "vt_identity_compare", _call_before(_guard_compared)
+        yield variables.object_protocol, "vt_identity_compare", call_before(_guard_compared)
         yield variables.hashable.HashableTracker, "__init__", _call_after(_guard_hashed)
     else:
-        yield UserDefinedObjectVariable, "is_python_equal", _call_before(_guard_compared)
-        yield UserDefinedObjectVariable, "call_method", _call_before(_guard_eq)
+        yield UserDefinedObjectVariable, "is_python_equal", call_before(_guard_compared)
+        yield UserDefinedObjectVariable, "call_method", call_before(_guard_eq)
         yield dicts.ConstDictVariable._HashableTracker, "__init__", _call_after(_guard_hashed)
     yield builder, "make_dupe_guard", _one_object_in_two_places
     for name in ("_track_obj", "track_mutable"):
-        yield SideEffects, name, _call_before(_note_tracked)
-    yield SideEffects, "mutation", _call_before(_guard_mutation)
-    yield SideEffects, "store_attr", _call_before(_guard_mutation)
+        yield SideEffects, name, call_before(_note_tracked)
+    yield SideEffects, "mutation", call_before(_guard_mutation)
+    yield SideEffects, "store_attr", call_before(_guard_mutation)
 
 
-def _call_before(act: Callable[..., None]) -> Callable[[Any], Any]:
+def call_before(act: Callable[..., None]) -> Callable[[Any], Any]:
     """Return a wrapper of a method that first calls `act` with the method's arguments."""
 
     def wrap(own: Callable[..., Any]) -> Callable[..., Any]:
@@ -420,11 +420,10 @@ def _guard_attribute(variable: VariableTracker, name: str) -> None:
     if held is None or any(name in home for home in homes.values()) or not guard_missing_name(held, name):
         _guard(variable, functools.partial(_has_attribute, key=name))
         return
+    _guard(variable, functools.partial(_holds_name, key=name))
     for home in homes:
-        if home == "__dict__":
-            _install(source, functools.partial(_holds_name, key=name))
-        else:
-            _install(AttrSource(source, home), functools.partial(_holds_key, key=name))
+        if home != "__dict__":
+            _install(AttrSource(source, home), _same_answer, functools.partial(_holds_key, key=name))
 
 
 def _guard_getattr_method(self: Any, _: Any, args: Any, kwargs: Any) -> None:

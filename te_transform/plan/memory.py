@@ -91,8 +91,10 @@ def size_text(size: float) -> str:
     """Format bytes in MiB, in GiB from 10 GiB on, the unit of GPU memory, and in KiB below 1 MiB."""
     if size < 2**20:
         return f"{size / 2**10:,.0f} KiB"
+    if size < 10 * 2**20:
+        return f"{size / 2**20:.1f} MiB"
     if size < 10 * 2**30:
-        return f"{size / 2**20:,.{int(size < 10 * 2**20)}f} MiB"
+        return f"{size / 2**20:,.0f} MiB"
     return f"{size / 2**30:,.1f} GiB"
 
 
