@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from operator import and_, is_
 from typing import Any
 
@@ -125,6 +126,7 @@ class Specialized:
         self.graph = lower(plan, version.scattered, version.disabled | others)
         self.runs: dict[tuple, Prepared | None] = {}
         self.states = States({})  # of the last call without quantized weights
+        self.constant: Precomputed | None = None  # the values, if they are the same in all calls
         nodes = list(self.graph.graph.nodes)
         placeholders = [node for node in nodes if node.op == "placeholder"]
         calls = {node.target: node for node in nodes if node.op == "call_module"}
@@ -140,11 +142,13 @@ class Specialized:
         self.before = Precomputation.of(self.graph, [*masks, *self.staying], placeholders)
         for mask in masks if compiles and not options.in_cuda_graphs else ():
             self.before.module.set_submodule(mask.target, LookedAt(self._module(mask)))
-        # a mask that depends on sizes only is the same for equal sizes
-        self.reads_values = any(
-            isinstance(value(arg), Tensor) for mask in masks for arg in mask.all_input_nodes
-        )
         self.given = {node: placeholders.index(node) for node in read & {*placeholders}}
+
+    @cached_property
+    def reads_values(self) -> bool:
+        """True if a mask depends on the values of tensors. Other masks are the same for equal sizes."""
+        masks = [node for node in self.before.nodes if isinstance(self._module(node), MaskOp)]
+        return any(isinstance(value(read), Tensor) for mask in masks for read in mask.all_input_nodes)
 
     def _module(self, node: fx.Node) -> Any:
         return self.graph.get_submodule(node.target) if node.op == "call_module" else None
@@ -156,6 +160,8 @@ class Specialized:
             arguments: of the call.
             repeats: True if a checkpoint repeats a compiled call.
         """
+        if self.constant is not None:
+            return self.constant
         values = self.before.values(arguments)
         states = {}
         for site, node in self.products.items():
@@ -172,7 +178,10 @@ class Specialized:
         # a reference would keep quantized weights, or the scales of a call
         if not repeats and not any(state.weights for state in states.values()):
             self.states = known
-        return Precomputed(values, self.staying, known)
+        found = Precomputed(values, self.staying, known)
+        if not (self.before.places or self.products or found.tensors):
+            self.constant = found
+        return found
 
     def ran_in_recipe(self, arguments: Sequence[Any]) -> frozenset[Site]:
         """Return the products whose last call ran in FP8, with the weights of a call."""
