@@ -156,6 +156,30 @@ def test_each_layer_has_graphs_of_its_own() -> None:
     assert len(graphs) == len(layers)
 
 
+class Empty(Tiny):
+    """A container without elements: false."""
+
+    def __len__(self) -> int:
+        return 0
+
+
+class Undecided(Tiny):
+    """Neither true nor false."""
+
+    def __bool__(self) -> bool:
+        raise TypeError("not a truth value")
+
+
+@pytest.mark.parametrize("kind", [Empty, Undecided])
+def test_a_module_without_truth_is_captured_in_each_mode(kind: type[Tiny]) -> None:
+    model = seeded(kind)
+    run, graphs, reasons = captured(model)
+    for gradients in (True, False, True):
+        with torch.set_grad_enabled(gradients):
+            assert torch.equal(run(X), model(X))
+    assert (len(graphs), reasons) == (2, [])
+
+
 def test_modes_and_sizes_are_no_values_that_change() -> None:
     model = seeded(Tiny)
     run, _, reasons = captured(model)

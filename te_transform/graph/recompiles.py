@@ -68,7 +68,8 @@ class Recompiles:
         """Record the module of a capture: each layer may have its own graph."""
         if found.guarded_code is not None:
             module = module_in_frame(frame)
-            self.modules[str(found.guarded_code.compile_id)] = module and weakref.ref(module)
+            # a module may be false: its class may have a length
+            self.modules[str(found.guarded_code.compile_id)] = None if module is None else weakref.ref(module)
 
     def _is_of(self, capture: str, module: nn.Module | None) -> bool:
         known = self.modules.get(capture)
