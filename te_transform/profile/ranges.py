@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from itertools import count
 from typing import Any, NamedTuple
 
-import torch
 from torch import nn
 from torch._C._profiler import _RecordFunctionFast
 
 from te_transform.execution.attach import runner_of
+from te_transform.graph.module_calls import around_calls
 from te_transform.plan.model import is_compiled
 
 PREFIX = "te_transform.range "
@@ -66,31 +66,21 @@ class Ranges:
 
     @contextmanager
     def on(self) -> Iterator[None]:
-        """Put hooks on the modules, and remove them afterwards.
+        """Put a range around each call of a module.
 
         Dynamo guards the hooks of modules inside of a converted model, and would capture again.
         """
-        with ExitStack() as stack:
-            for path, module in _outside_of_graphs(self.model):
-                number = self.number(Label(path, type(module).__name__))
-                for handle in self._hooks(module, number):
-                    stack.callback(handle.remove)
+
+        numbered = (
+            (self.number(Label(path, type(module).__name__)), module)
+            for path, module in _outside_of_graphs(self.model)
+        )
+        with around_calls(numbered, lambda number, *_: self.enter(number), lambda *_: self.leave()):
             try:
                 yield
             finally:
                 while self.running:  # left over by a forward that raised
                     self.leave()
-
-    def _hooks(self, module: nn.Module, number: int) -> Iterator[Any]:
-        def begin(*_: Any) -> None:
-            self.enter(number)
-
-        def end(*_: Any) -> None:
-            if self.running:
-                self.leave()
-
-        yield module.register_forward_pre_hook(begin, prepend=True)
-        yield module.register_forward_hook(end, always_call=True)
 
 
 def _outside_of_graphs(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -99,11 +89,10 @@ def _outside_of_graphs(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for path, module in model.named_modules():
         if any(path.startswith(prefix) for prefix in hidden):
             continue
-        # hooks of a compiled module would be compiled with it, and scripted modules take none
-        is_own_frame = module._compiled_call_impl is not None or isinstance(module, torch.jit.ScriptModule)
-        if is_own_frame or is_compiled(module) or runner_of(module) is not None:
+        compiles_hooks = module._compiled_call_impl is not None
+        if compiles_hooks or is_compiled(module) or runner_of(module) is not None:
             hidden.append(f"{path}." if path else "")
-        if not is_own_frame:
+        if not compiles_hooks:
             yield path, module
 
 

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
-import torch
 from torch import nn
 
 from te_transform.execution.modes import GraphMode
+from te_transform.graph.module_calls import around_calls
 from te_transform.verify.judged import active_probability
-from te_transform.verify.names import plain_name
+from te_transform.verify.names import plain_modules
 
 
 class Dropouts(GraphMode):
@@ -39,23 +39,16 @@ class Dropouts(GraphMode):
         """All probabilities, in order."""
         return sorted({probability for _, probability in self.found})
 
-    @contextmanager
-    def watching(self, model: nn.Module) -> Iterator[None]:
+    def watching(self, model: nn.Module) -> AbstractContextManager[None]:
         """Follow the calls of the modules, for their paths."""
-        with ExitStack() as stack:
-            for path, module in model.named_modules():
-                if isinstance(module, torch.jit.ScriptModule):  # takes no hooks
-                    continue
 
-                def begin(*_: Any, path: str = plain_name(path)) -> None:
-                    self.running.append(path)
+        def start(path: str, *_: Any) -> None:
+            self.running.append(path)
 
-                def end(*_: Any) -> None:
-                    self.running.pop()
+        def end(*_: Any) -> None:
+            self.running.pop()
 
-                stack.callback(module.register_forward_pre_hook(begin, prepend=True).remove)
-                stack.callback(module.register_forward_hook(end, always_call=True).remove)
-            yield
+        return around_calls(plain_modules(model), start, end)
 
 
 def first_other_dropout(first: Dropouts, second: Dropouts, rename: Callable[[str], str | None]) -> str:

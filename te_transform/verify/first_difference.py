@@ -8,7 +8,6 @@ the module that calls it is wrong. The backward is read in the same manner, from
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 
 import torch
@@ -69,20 +68,12 @@ class _Raised(Exception):
 def _record_tape(taped: Taped, inputs: Inputs, **how: object) -> tuple[Tape, Run]:
     subject, tape = taped()
 
-    def within() -> AbstractContextManager:
-        stack = ExitStack()
-        stack.enter_context(subject.within())
-        stack.enter_context(tape.recording())
-        return stack
-
     def call(*args: object, **kwargs: object) -> object:
-        tape.is_on = True
-        output = subject.call(*args, **kwargs)
-        tape.is_on = False  # checkpoints call modules again in the backward
-        return output
+        with tape.recording():
+            return subject.call(*args, **kwargs)
 
     try:
-        return tape, run(replace(subject, call=call, within=within), inputs, **how)
+        return tape, run(replace(subject, call=call), inputs, **how)
     except Exception as error:
         raise _Raised(tape.running[-1] if tape.running else "", error) from error
 

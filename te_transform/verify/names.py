@@ -19,6 +19,11 @@ def plain_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part != _ORIG_MOD)
 
 
+def plain_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules, each once, by their plain names."""
+    return ((plain_name(name), module) for name, module in model.named_modules())
+
+
 def uncompiled(model: nn.Module) -> nn.Module:
     """Return the module that torch.compile() wrapped, or the model itself."""
     return getattr(model, _ORIG_MOD, model)

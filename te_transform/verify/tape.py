@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
-from te_transform.verify.names import plain_name
+from te_transform.graph.module_calls import around_calls
+from te_transform.verify.names import plain_modules
 from te_transform.verify.outputs import Visible
 from te_transform.verify.replay import named_tensors
 from te_transform.verify.variations import only_hides
@@ -46,7 +46,6 @@ class Tape:
         callers: The path of the module and of the module that calls it, in `model`, by moment.
         running: The paths of the modules that run now, outermost first.
         calls: The number of finished calls by path.
-        is_on: True during the forward. Checkpoints call modules again in the backward.
     """
 
     model: nn.Module
@@ -58,39 +57,23 @@ class Tape:
     callers: dict[Moment, tuple[str, str]] = field(default_factory=dict)
     running: list[str] = field(default_factory=list)
     calls: Counter[str] = field(default_factory=Counter)
-    is_on: bool = False
 
-    @contextmanager
-    def recording(self) -> Iterator[None]:
-        """Record the modules' calls in this context while `is_on`, and gradients as the backward goes."""
-        with ExitStack() as stack:
-            for path, module in self.model.named_modules():
-                if isinstance(module, torch.jit.ScriptModule):
-                    continue
-                # around the user's own hooks, which belong to the module
-                start, end = partial(self._start, plain_name(path)), partial(self._end, plain_name(path))
-                stack.callback(module.register_forward_pre_hook(start, prepend=True, with_kwargs=True).remove)
-                stack.callback(module.register_forward_hook(end).remove)
-            yield
+    def recording(self) -> AbstractContextManager[None]:
+        """Record the modules' calls in this context, which is the forward, and gradients in the backward."""
+        return around_calls(plain_modules(self.model), self._start, self._end, raising=False)
 
     def _start(self, path: str, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
-        if not self.is_on:
-            return None
         # a view of its own, whose gradient is that of this call alone
-        args, kwargs = (
-            tuple(map(_trained_view, args)),
-            {name: _trained_view(held) for name, held in kwargs.items()},
-        )
-        self._record(Moment(path, self.calls[path], True), (args, kwargs))
+        views = tuple(map(_trained_view, args)), {name: _trained_view(held) for name, held in kwargs.items()}
+        self._record(Moment(path, self.calls[path], True), views)
         self.running.append(path)
-        return args, kwargs
+        return views
 
     def _end(self, path: str, module: nn.Module, args: tuple, output: Any) -> None:
-        if self.is_on and path in self.running:
-            while self.running.pop() != path:
-                pass  # a module that raised, and whose caller went on
-            self._record(Moment(path, self.calls[path], False), output)
-            self.calls[path] += 1
+        while self.running.pop() != path:
+            pass  # a module that raised, and whose caller went on
+        self._record(Moment(path, self.calls[path], False), output)
+        self.calls[path] += 1
 
     def _record(self, at: Moment, held: Any) -> None:
         if (name := self.rename(at.path)) is None:
