@@ -26,10 +26,10 @@ def around_calls(
         end: called with the key, the module, args and the output; may return another output.
         raising: True to run `end` also after a call that raised.
     """
-    with ExitStack() as stack:
+    with ExitStack() as hooks:
         for key, module in modules:
             if not isinstance(module, torch.jit.ScriptModule):
                 before, after = partial(start, key), partial(end, key)
-                stack.callback(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True).remove)
-                stack.callback(module.register_forward_hook(after, always_call=raising).remove)
+                hooks.enter_context(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
+                hooks.enter_context(module.register_forward_hook(after, always_call=raising))
         yield

@@ -113,7 +113,8 @@ class AnyPair:
         )
 
     def _outputs(self, case: Case) -> Outputs:
-        return Outputs(self._visible(case.inputs), self.layout.rename, case.mode == _AUTOCAST)
+        visible = self._visible(case.inputs)
+        return Outputs(self.model, self.layout.rename, visible, case.mode == _AUTOCAST)
 
     def _visible(self, inputs: Inputs) -> Visible:
         said = getattr(getattr(self.model, "config", None), "is_encoder_decoder", False)
@@ -124,7 +125,7 @@ class AnyPair:
         def call(*args: Any, **kwargs: Any) -> dict[str, Tensor]:
             with nullcontext() if double else _mode_of(case, args, kwargs):
                 self._call_before(self.model, case, double)
-                return outputs.of_first(self.model, args, kwargs)
+                return outputs.of(self.model, args, kwargs)
 
         def within() -> AbstractContextManager:
             stack = ExitStack()
@@ -147,7 +148,7 @@ class AnyPair:
         def call(*args: Any, **kwargs: Any) -> dict[str, Tensor]:
             with _mode_of(case, args, kwargs):
                 self._call_before(model, case)
-                return outputs.of_second(model, args, kwargs)
+                return outputs.of(model, args, kwargs)
 
         return Subject(call, self.layout.theirs.items, lambda: same_state(model), self.layout.pull_back)
 

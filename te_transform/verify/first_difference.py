@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 
 from te_transform.graph.errors import in_full
 from te_transform.graph.inputs import Inputs
 from te_transform.verify.compare import GRADIENT, Row, compare_with_draws
+from te_transform.verify.judged import in_dtype
 from te_transform.verify.replay import Run, Subject, run
 from te_transform.verify.tape import Moment, Tape
 
@@ -91,13 +91,11 @@ def _paired(own: Tape, theirs: Tape) -> list[_Key]:
 
 def _as_run(tape: Tape, keys: Iterable[_Key], like: Tape) -> Run:
     """Return the recorded tensors as a run, in the dtypes of the tape `like`; a reference stays in fp64."""
-
-    def cast(tensor: Tensor, other: Tensor) -> Tensor:
-        return tensor if tensor.dtype is torch.float64 else tensor.to(other.dtype)
-
-    values = {key: cast(tape.values[key[0]][key[1]], like.values[key[0]][key[1]]) for key in keys}
+    values = {
+        (moment, n): in_dtype(tape.values[moment][n], like.values[moment][n].dtype) for moment, n in keys
+    }
     gradients = {
-        key: cast(tape.gradients[key], like.gradients[key])
+        key: in_dtype(tape.gradients[key], like.gradients[key].dtype)
         for key in reversed([*keys])
         if key in tape.gradients and key in like.gradients
     }

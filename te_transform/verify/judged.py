@@ -200,3 +200,8 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     if dtype.is_complex:
         return torch.complex128
     return torch.float64 if dtype.is_floating_point else dtype
+
+
+def in_dtype(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """Return the tensor in another dtype, if there is one; a reference stays in fp64."""
+    return tensor if dtype is None or tensor.dtype is torch.float64 else tensor.to(dtype)

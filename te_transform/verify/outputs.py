@@ -12,6 +12,7 @@ from te_transform.graph.inputs import Inputs
 from te_transform.graph.nodes import dtype_name
 from te_transform.graph.state_snapshot import same_bits
 from te_transform.verify.dropouts import Dropouts
+from te_transform.verify.judged import in_dtype
 from te_transform.verify.names import plain_name
 from te_transform.verify.replay import named_tensors
 
@@ -19,90 +20,60 @@ BUFFER, DROPOUT = "buffer ", "dropout with p="  # the starts of names of outputs
 
 
 class Outputs:
-    """The functions that turn a call's result into tensors by name, for the two models of a case.
+    """The calls of the two models of a case, and their outputs as tensors by name.
 
-    The first model's names count. If the second model's names are all different, its tensors are paired by
-    order. Autocast chooses dtypes by operation, so dtypes of outputs may differ under it.
+    The first call must be one of the first model, whose names count. If the second model's names are all
+    different, its tensors are paired by order. Autocast chooses dtypes by operation, so under autocast the
+    dtypes of the first call count.
 
     Further outputs are the buffers that a forward updates, such as running statistics, the inputs that it
     writes to, and the probabilities of its dropouts, which are off. The second model may update buffers that
     the first does not have.
     """
 
-    def __init__(self, visible: Visible, rename: Callable[[str], str | None], autocast: bool):
-        self.visible = visible
-        self.rename = rename
-        self.autocast = autocast
+    def __init__(
+        self, first: nn.Module, rename: Callable[[str], str | None], visible: Visible, autocast: bool
+    ):
+        self.first, self.rename, self.visible, self.autocast = first, rename, visible, autocast
         self.dtypes: dict[str, torch.dtype] = {}
-        self.buffers: dict[str, str] = {}  # the first model's names by the second's
-        self.updated: set[str] = set()
+        self.updated: list[str] = []  # the buffers that the first model updates
+        self.names: dict[str, str] = {}  # the first model's names of buffers by the second's
 
-    def of_first(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> dict[str, Tensor]:
-        """Call the first model, and return its outputs."""
-        with _Effects(model, args, kwargs) as effects:
+    def of(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> dict[str, Tensor]:
+        """Call one of the models, and return its outputs under the names of the first model's."""
+        given = dict(named_tensors((*args, kwargs)))
+        given_before, buffers_before = _copies(given), _copies(_buffers(model))
+        with Dropouts() as dropouts:
             found = dict(named_tensors(model(*args, **kwargs)))
-        self.dtypes = self.dtypes or {name: tensor.dtype for name, tensor in found.items()}  # not fp64's
-        self.buffers = {self.rename(name) or "": name for name in _buffers(model)}
-        self.updated = {*effects.updated}
-        found |= {f"{BUFFER}{name}": buffer for name, buffer in effects.updated.items()}
-        return self._visible(found | effects.others)
-
-    def of_second(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> dict[str, Tensor]:
-        """Call the second model, and return its outputs under the names of the first's."""
-        with _Effects(model, args, kwargs) as effects:
-            found = dict(named_tensors(model(*args, **kwargs)))
+        buffers = _buffers(model)
+        updated = _names_of_changed(buffers_before, buffers)
+        if not self.dtypes:
+            self.dtypes = {name: tensor.dtype for name, tensor in found.items()}
+            self.updated = updated
+            self.names = {self.rename(name) or "": name for name in buffers}
         if not found.keys() & self.dtypes.keys() and len(found) == len(self.dtypes):
             found = dict(zip(self.dtypes, found.values(), strict=True))
         if self.autocast:
-            found = {name: tensor.to(self.dtypes.get(name)) for name, tensor in found.items()}
+            found = {name: in_dtype(tensor, self.dtypes.get(name)) for name, tensor in found.items()}
         saved = set(map(plain_name, model.state_dict()))  # others may be caches
-        for name, buffer in _buffers(model).items():
-            own = self.buffers.get(name, "")
-            if own in self.updated or (own and name in saved & effects.updated.keys()):
+        for name, buffer in buffers.items():
+            own = name if model is self.first else self.names.get(name, "")
+            if own in self.updated or (own and name in updated and name in saved):
                 found[f"{BUFFER}{own}"] = buffer.detach().clone()
-        return self._visible(found | effects.others)
-
-    def _visible(self, found: dict[str, Tensor]) -> dict[str, Tensor]:
+        written = {name: given[name] for name in _names_of_changed(given_before, given)}
+        found |= {f"written input {name}": copy for name, copy in _copies(written).items()}
+        active = torch.ones((), dtype=torch.bool, device="cpu")
+        found |= {f"{DROPOUT}{p:g}": active for p in dropouts.probabilities}
         return {name: self.visible(name, tensor) for name, tensor in found.items()}
 
 
-class _Effects:
-    """The context of a call that finds the buffers and inputs which it writes to, and the active dropouts.
-
-    Attributes:
-        updated: Copies of the updated buffers by name.
-        others: Copies of the inputs that were written to, and a tensor for each probability.
-    """
-
-    def __init__(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]):
-        self.model, self.given = model, dict(named_tensors((*args, kwargs)))
-        self.dropouts = Dropouts()
-
-    def __enter__(self) -> _Effects:
-        self.before = {name: buffer.detach().clone() for name, buffer in _buffers(self.model).items()}
-        self.inputs = {name: tensor.detach().clone() for name, tensor in self.given.items()}
-        self.dropouts.__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self.dropouts.__exit__(*error)
-        # batch norm's kernels update buffers without a new version
-        self.updated = _copies_of_changed(self.before, _buffers(self.model))
-        written = _copies_of_changed(self.inputs, self.given)
-        self.others = {f"written input {name}": tensor for name, tensor in written.items()}
-        self.others |= {
-            f"{DROPOUT}{p:g}": torch.ones((), dtype=torch.bool, device="cpu")
-            for p in self.dropouts.probabilities
-        }
+def _copies(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
 
-def _copies_of_changed(before: dict[str, Tensor], after: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return copies of the tensors that are new or have other values than before."""
-    return {
-        name: tensor.detach().clone()
-        for name, tensor in after.items()
-        if name not in before or not same_bits(tensor, before[name])
-    }
+def _names_of_changed(before: dict[str, Tensor], after: dict[str, Tensor]) -> list[str]:
+    """Return the names of tensors that are new or have other values; batch norm sets no new version."""
+    return [name for name, t in after.items() if name not in before or not same_bits(t, before[name])]
 
 
 class Visible:
