@@ -114,6 +114,15 @@ MODELS = {
         scripted_part,
         "expected a Python module, got a ScriptModule: its part 1 (RecursiveScriptModule)",
     ),
+    "exported": (
+        lambda: torch.export.export(tiny(), (X,)).module(),
+        "expected a Python module, got a module of torch.export: GraphModule; convert the module that was "
+        "exported",
+    ),
+    "unflattened": (
+        lambda: torch.export.unflatten(torch.export.export(tiny(), (X,))),
+        "expected a Python module, got a module of torch.export: UnflattenedModule",
+    ),
     "lazy": (
         lazy,
         "expected tensors with shapes, got a Sequential with lazy ones; run it once on real inputs",

@@ -742,6 +742,49 @@ def test_a_module_of_torch_jit(script: Callable[[nn.Module], nn.Module], few: No
     assert not verify(model, script(port), X)
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("probability", [0.0, 0.1])
+def test_a_module_of_torch_jit_cannot_draw_random_numbers(probability: float, few: None) -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(probability))
+    scripted = torch.jit.script(copy.deepcopy(model))
+    if not probability:
+        assert verify(model, scripted, X)
+        return
+    sentence = "expected modules of torch.jit without random numbers, got a RecursiveScriptModule that draws"
+    for pair in ((model, scripted), (scripted, model)):
+        with pytest.raises(ValueError, match=sentence):
+            verify(*pair, X)
+
+
+def exported(model: nn.Module, dim: Any = torch.export.Dim.AUTO) -> nn.Module:
+    return torch.export.export(model, (X,), dynamic_shapes=((dim, dim, None),)).module()
+
+
+def test_a_module_of_torch_export(few: None) -> None:
+    model = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH))
+    port = copy.deepcopy(model)
+    port[0].eps = 1e-2
+    found = exported(model)
+    with pytest.raises(NotImplementedError):
+        found.eval()
+    assert verify(model, found, X)
+    assert verify(found, model, X)
+    with pytest.raises(NotImplementedError):  # as before
+        found.eval()
+    assert not verify(model, exported(port), X)
+
+
+def test_a_module_of_torch_export_has_the_dropouts_and_sizes_of_its_export(few: None) -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.1))
+    result = verify(model, exported(model, dim=None), X)
+    reasons = {f"{row.inputs}: {row}" for row in result.rows if not row.ok}
+    assert "example inputs, evaluation: output dropout with p=0.1 is not in the original" in reasons
+    assert all("dropout" in reason and ", training" not in reason for reason in reasons)
+    (skipped,) = result.skipped
+    assert skipped.startswith("size 3 instead of 2 and size 4 instead of 5, the second model raised Asser")
+    assert skipped.endswith("; pass dynamic_shapes= to torch.export")
+
+
 @pytest.mark.parametrize("draw", [torch.randn_like, lambda x: torch.empty_like(x).uniform_()])
 def test_random_numbers_are_the_same_in_fp64(draw: Callable[[Tensor], Tensor], few: None) -> None:
     model = Calls(lambda m, x: m.linear(x + draw(x)))

@@ -25,20 +25,7 @@ def check_model(model: Any, function: str) -> None:
     check_module(model, function)
     kind = type(model).__name__
     for path, module in model.named_modules():
-        where = _named_part(path, module)
-        if isinstance(module, torch.jit.ScriptModule):
-            raise ModelError(
-                f"expected a Python module, got a ScriptModule: {where}; convert before torch.jit.script"
-            )
-        if is_compiled(module):
-            raise ModelError(
-                f"expected a plain module, got a compiled one: {where}; convert _orig_mod with compile=True"
-            )
-        if module._compiled_call_impl is not None or _is_compiled(module.forward):
-            raise ModelError(
-                f"expected an uncompiled module, got a compiled one: {where}; do not compile it, and convert "
-                "it with compile=True"
-            )
+        _check_part(path, module)
     if wrapped := wrapped_by(model):
         raise ModelError(
             f"expected the plain model, got a model wrapped by {wrapped}; convert first, then wrap"
@@ -58,6 +45,28 @@ def check_model(model: Any, function: str) -> None:
                 f"({', '.join(quantized)}); dequantize them first"
             )
         raise ModelError(f"expected a model with parameters, got a {kind} without; pass a model with weights")
+
+
+def _check_part(path: str, module: nn.Module) -> None:
+    where = _named_part(path, module)
+    if isinstance(module, torch.jit.ScriptModule):
+        raise ModelError(
+            f"expected a Python module, got a ScriptModule: {where}; convert before torch.jit.script"
+        )
+    if is_exported(module):
+        raise ModelError(
+            f"expected a Python module, got a module of torch.export: {where}; convert the module that "
+            "was exported"
+        )
+    if is_compiled(module):
+        raise ModelError(
+            f"expected a plain module, got a compiled one: {where}; convert _orig_mod with compile=True"
+        )
+    if module._compiled_call_impl is not None or _is_compiled(module.forward):
+        raise ModelError(
+            f"expected an uncompiled module, got a compiled one: {where}; do not compile it, and convert "
+            "it with compile=True"
+        )
 
 
 def check_module(model: Any, function: str) -> None:
@@ -87,6 +96,14 @@ def check_module(model: Any, function: str) -> None:
 def _named_part(path: str, module: nn.Module) -> str:
     kind = type(module).__name__
     return f"its part {path} ({kind})" if path else kind
+
+
+def is_exported(module: nn.Module) -> bool:
+    """Return True if torch.export made this module: by ExportedProgram.module(), or by unflatten()."""
+    from torch.export import UnflattenedModule
+    from torch.export._unlift import _StatefulGraphModule
+
+    return isinstance(module, (UnflattenedModule, _StatefulGraphModule))
 
 
 def is_compiled(module: nn.Module) -> bool:

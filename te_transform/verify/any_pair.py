@@ -13,9 +13,9 @@ from torch._dynamo import config as dynamo
 from torch.utils._pytree import tree_map_only
 
 from te_transform.execution.attach import original_forward
-from te_transform.graph.errors import in_full
 from te_transform.graph.inputs import Inputs
 from te_transform.graph.preserve import same_state
+from te_transform.verify.accepted import MASK, accepted, check_outputs, check_scripted
 from te_transform.verify.cases import Case, all_rows, rows_of_case
 from te_transform.verify.compare import GRADIENT, Contenders
 from te_transform.verify.dead import constant_outputs, without_gradient
@@ -23,16 +23,21 @@ from te_transform.verify.dropouts import Dropouts, first_other_dropout
 from te_transform.verify.first_difference import first_difference
 from te_transform.verify.judged import wide_dtype
 from te_transform.verify.layout import Layout
-from te_transform.verify.names import call_uncompiled, forward_parameters, plain_name, uncompiled
-from te_transform.verify.outputs import BUFFER, DROPOUT, Outputs, Visible, check_outputs
+from te_transform.verify.names import (
+    call_uncompiled,
+    forward_parameters,
+    plain_name,
+    uncompiled,
+    unlock_modes,
+)
+from te_transform.verify.outputs import BUFFER, DROPOUT, Outputs, Visible
 from te_transform.verify.replay import Subject, in_double, named_tensors
 from te_transform.verify.tape import Tape
-from te_transform.verify.variations import EXAMPLE, LEFT_PADDED, Variation
+from te_transform.verify.variations import EXAMPLE, Variation
 from te_transform.verify.verification import Verification
 
 _AUTOCAST = "autocast"
 _AFTER_CALLS = "after other calls"
-_MASK = "attention_mask"
 # After this many captures, dynamo would run a compiled model uncompiled.
 _COMPILES_EACH_CASE = {"recompile_limit": 2**10, "accumulated_recompile_limit": 2**14}
 _OWNED = (GRADIENT, f"output {BUFFER}")  # the starts of names of rows that end in a tensor's name
@@ -78,15 +83,16 @@ class AnyPair:
         Raises:
             ValueError: the original rejects the example inputs, or the outputs cannot be paired.
         """
+        for model in self.models:
+            unlock_modes(model)
         with dynamo.patch(**_COMPILES_EACH_CASE):
-            return self._verification(samples, sets)
-
-    def _verification(self, samples: list[Inputs], sets: list[Variation]) -> Verification:
-        self._check_outputs(samples[0])
-        sets, left_out = self._adapted(sets)
-        # another size comes first: a model may keep what it computed in its first call
-        earlier = tuple(each.inputs for each in sets[::-1] if not each.label.startswith(EXAMPLE))
-        return replace(self, earlier=earlier)._compared(sets, left_out)
+            check_outputs(self.models, samples[0])
+            check_scripted(self.models, samples[0])
+            sets, left_out = accepted(sets, self.other)
+            sets = [each if each.label.startswith(EXAMPLE) else self._labeled(each) for each in sets]
+            # another size comes first: a model may keep what it computed in its first call
+            earlier = tuple(each.inputs for each in sets[::-1] if not each.label.startswith(EXAMPLE))
+            return replace(self, earlier=earlier)._compared(sets, left_out)
 
     def _compared(self, sets: list[Variation], left_out: list[str]) -> Verification:
         rows, failing, skipped = all_rows(sets, self)
@@ -119,7 +125,7 @@ class AnyPair:
     def _visible(self, inputs: Inputs) -> Visible:
         said = getattr(getattr(self.model, "config", None), "is_encoder_decoder", False)
         given = {**dict(zip(forward_parameters(self.model), inputs.args, strict=False)), **inputs.kwargs}
-        return Visible(given.get(_MASK), said or any(name.startswith("decoder_") for name in given))
+        return Visible(given.get(MASK), said or any(name.startswith("decoder_") for name in given))
 
     def _original(self, case: Case, outputs: Outputs, double: bool = False) -> Subject:
         def call(*args: Any, **kwargs: Any) -> dict[str, Tensor]:
@@ -164,35 +170,6 @@ class AnyPair:
                 if called and trained:
                     given = [*map(torch.ones_like, called)]
                     torch.autograd.grad(called, trained, given, allow_unused=True)
-
-    def _check_outputs(self, sample: Inputs) -> None:
-        results = []
-        for model in self.models:
-            args, kwargs = sample.clone()
-            try:
-                model.eval()
-                with same_state(model), torch.no_grad():
-                    results.append(model(*args, **kwargs))
-            except Exception as error:  # the user's code may raise anything
-                raise ValueError(
-                    f"expected example inputs on which both models run, got {sample}; {type(model).__name__} "
-                    f"raised {in_full(error)}"
-                ) from error
-        check_outputs(self.models, *results)
-
-    def _adapted(self, sets: list[Variation]) -> tuple[list[Variation], list[str]]:
-        """Return the sets with labels that ignore padding, and a sentence for each set that is left out."""
-        is_masked = any(_MASK in each.inputs.kwargs for each in sets if each.label.startswith(EXAMPLE))
-        takes = is_masked or _takes_mask(self.other)
-        left_out = [
-            f"{each.label}, the second model takes no {_MASK}"
-            for each in sets
-            if not takes and _MASK in each.inputs.kwargs
-        ]
-        kept = [each for each in sets if takes or _MASK not in each.inputs.kwargs]
-        kept += [_right_padded(each) for each in kept if each.label == LEFT_PADDED]
-        kept = [each if each.label.startswith(EXAMPLE) else self._labeled(each) for each in kept]
-        return kept, left_out
 
     def _labeled(self, each: Variation) -> Variation:
         return replace(each, inputs=self._visible(each.inputs).labels(each.inputs))
@@ -255,15 +232,3 @@ def _mode_of(case: Case, args: tuple, kwargs: dict[str, Any]) -> AbstractContext
         return nullcontext()
     devices = [t.device.type for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
     return torch.autocast(devices[0] if devices else "cpu", torch.bfloat16)
-
-
-def _right_padded(padded: Variation) -> Variation:
-    """Return the left-padded variation with the padding on the right."""
-    inputs = padded.inputs
-    kwargs = {**inputs.kwargs, _MASK: inputs.kwargs[_MASK].flip(1)}
-    return Variation("right-padded", Inputs(inputs.args, kwargs))
-
-
-def _takes_mask(model: nn.Module) -> bool:
-    parameters = forward_parameters(uncompiled(model)).values()
-    return any(p.name == _MASK or p.kind is p.VAR_KEYWORD for p in parameters)

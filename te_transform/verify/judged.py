@@ -40,12 +40,19 @@ def active_probability(func: Any, args: tuple, kwargs: dict[str, Any]) -> float:
     def argument(place: int, name: str, default: Any) -> Any:
         return args[place] if len(args) > place else kwargs.get(name, default)
 
+    func = _torch_function(func)
     if func in _DROPOUT_P:
         return argument(_DROPOUT_P[func], "dropout_p", 0.0) if kwargs.get("training", True) else 0.0
     if func not in _RANDOM_FUNCTIONS:
         return 0.0
     is_on = argument(2, "training", kwargs.get("train", "alpha" not in func.__name__))
     return argument(1, "p", 0.5) if is_on else 0.0
+
+
+def _torch_function(func: Any) -> Any:
+    """Return torch's function for an operator in a module of torch.export, other functions as they are."""
+    name = func._opname if getattr(func, "namespace", "") == "aten" else ""
+    return getattr(F, name, getattr(torch, name, func))
 
 
 class Noise:
@@ -112,20 +119,21 @@ class Judged(GraphMode):
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
-        if func in _RANDOM_FUNCTIONS:
+        known = _torch_function(func)
+        if known in _RANDOM_FUNCTIONS:
             return torch.dropout(args[0] if args else kwargs["input"], 0.0, False)
-        if func in _DROPOUT_P:
-            place = _DROPOUT_P[func]
+        if known in _DROPOUT_P:
+            place = _DROPOUT_P[known]
             args = (*args[:place], 0.0, *args[place + 1 :]) if len(args) > place else args
             kwargs = {key: 0.0 if key == "dropout_p" else value for key, value in kwargs.items()}
         if self.double:
-            func = _DOUBLE.get(func, func)
+            func = _DOUBLE.get(known, func)
             args, kwargs = (
                 tuple(map(_as_float64, args)),
                 {key: _as_float64(value) for key, value in kwargs.items()},
             )
         out = func(*args, **kwargs)
-        if func in _DRAWS:
+        if known in _DRAWS:
             self._note_or_replace(out)
         return out if self.seeds is None else self._rounded(out, tree_leaves((args, kwargs)))
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from torch import nn
 
 from te_transform.graph.keywords import did_you_mean
+from te_transform.plan.model import is_exported
 
 Names = Mapping[str, str | None] | Callable[[str], str | None]
 _SHOWN = 5  # the most names in a sentence
@@ -41,6 +42,13 @@ def call_uncompiled(model: nn.Module) -> None:
     """Make the calls of all modules run the modules' own code, where Module.compile() compiled them."""
     for module in model.modules():
         vars(module).pop("_compiled_call_impl", None)
+
+
+def unlock_modes(model: nn.Module) -> None:
+    """Make train() and eval() set the flags of modules of torch.export, which refuse and ignore modes."""
+    for module in filter(is_exported, model.modules()):
+        vars(module).pop("train", None)
+        vars(module).pop("eval", None)
 
 
 def renaming(names: Names | None) -> Callable[[str], str | None]:

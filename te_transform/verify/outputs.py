@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from te_transform.graph.inputs import Inputs
-from te_transform.graph.nodes import dtype_name
 from te_transform.graph.state_snapshot import same_bits
 from te_transform.verify.dropouts import Dropouts
 from te_transform.verify.judged import in_dtype
@@ -109,35 +108,6 @@ class Visible:
             return inputs
         hidden = self.padding | self.padding.roll(1, 1)
         return Inputs(inputs.args, {**inputs.kwargs, "labels": labels.masked_fill(hidden, -100)})
-
-
-def check_outputs(models: tuple[nn.Module, nn.Module], first: Any, second: Any) -> None:
-    """Raise unless the results of the two models can be compared.
-
-    Raises:
-        ValueError: a result has no tensors, or the tensors cannot be paired; the message lists them.
-    """
-    found = [dict(named_tensors(result)) for result in (first, second)]
-    for model, result, tensors in zip(models, (first, second), found, strict=True):
-        if not tensors:
-            raise ValueError(
-                f"expected tensors from {type(model).__name__}, got a {type(result).__name__}; return a "
-                "tensor, or a tuple, dict or dataclass of tensors"
-            )
-    if not found[0].keys() & found[1].keys() and len(found[0]) != len(found[1]):
-        one, other = (
-            f"{_listed(tensors)} from {type(model).__name__}"
-            for model, tensors in zip(models, found, strict=True)
-        )
-        raise ValueError(
-            f"expected outputs with the same names or number, got {one} and {other}; wrap one model in a "
-            "module that returns what the other returns"
-        )
-
-
-def _listed(tensors: dict[str, Tensor]) -> str:
-    kinds = (f"{name or 'a tensor'} ({dtype_name(t.dtype)}{list(t.shape)})" for name, t in tensors.items())
-    return ", ".join(kinds)
 
 
 def _buffers(model: nn.Module) -> dict[str, Tensor]:
