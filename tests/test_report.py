@@ -4,9 +4,9 @@ import pickle
 import re
 import sys
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import FrozenInstanceError, replace
-from functools import cache
+from functools import cache, wraps
 from html import escape
 from html.parser import HTMLParser
 from importlib import metadata
@@ -365,7 +365,7 @@ def test_html_page_needs_nothing_else(tmp_path: Path) -> None:
     assert f"torch {metadata.version('torch')}" in html
     text = parsed(html)
     for which in ("before", "after"):  # without a script, the tables have all operations
-        for line in full.graph_text(which).splitlines()[:-1]:
+        for line in full.graph_text(which).replace("l_x_", "x").splitlines()[:-1]:
             assert all(column in text for column in re.split(r"\s{2,}", line)), line
     fused = re.findall(r'data-operation="1-\d+"><span class="chip"[^>]*>\w+</span><pre>(\w+)', html)
     assert fused == ["h_0_mlp_layernorm_mlp", "h_1_linear"]
@@ -784,6 +784,34 @@ def test_the_page_of_a_deep_model_is_small() -> None:
     found = [te_transform.inspect(model, torch.zeros(2, 8), backend="torch") for model in models]
     sizes = [len(renderer.renderer().page(each)) for each in found]
     assert sizes[1] < sizes[0] + 9 * 100 < 150_000  # a line for each layer
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+
+    def forward(self, hidden: Tensor, *, scales: dict[str, Tensor], **others: Tensor) -> Tensor:
+        return self.fc(hidden) * scales["low"] + others["bias"]
+
+
+def takes_anything(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return wraps(forward)(lambda *args, **kwargs: forward(*args, **kwargs))
+
+
+class Wrapped(Scaled):
+    forward = takes_anything(Scaled.forward)
+
+
+@pytest.mark.parametrize("kind", [Scaled, Wrapped])
+def test_the_page_names_arguments_as_the_forward_does(kind: type[nn.Module]) -> None:
+    x, low, bias = torch.ones(2, 8), torch.ones(8), torch.ones(8)
+    some = te_transform.inspect(kind(), [{"hidden": x, "scales": {"low": low}, "bias": bias}])
+    told = "\n".join(detail(node) for node in some.before.nodes)
+    for call in ("linear(hidden, weight, bias)", "mul(linear_1, scales['low'])", "add(mul, bias)"):
+        assert call in told
+    some = te_transform.inspect(nn.Sequential(nn.Linear(8, 8), nn.ReLU()), x)
+    assert "linear(input, weight, bias)" in "\n".join(detail(node) for node in some.before.nodes)
 
 
 def test_a_block_has_its_refused_sites(tmp_path: Path) -> None:

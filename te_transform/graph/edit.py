@@ -621,7 +621,7 @@ def name_model_tensors(captured: fx.GraphModule, arguments: Sequence[Any]) -> fx
 def snapshot(graph: fx.Graph) -> fx.Graph:
     """Return a copy of the graph with the metadata that reports and lower_unfused() read."""
     copied, twins = copy_by_name(graph)
-    kept = ("path", "region", "example_value", "fused", "origin", "spelled", "outcome")
+    kept = ("path", "region", "example_value", "fused", "origin", "spelled", "outcome", "argument")
     for node in graph.nodes:
         held = {key: node.meta[key] for key in kept if key in node.meta}
         twins[node.name].meta = {**held, "source": node_info.source_of(node)}

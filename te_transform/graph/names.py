@@ -6,13 +6,17 @@ reports and checkpoints use named_modules(), which has one name per module.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from functools import reduce
+from inspect import Parameter, signature
 from typing import Any
 
 from torch import fx, nn
 
 from te_transform.graph.nodes import name_in_model, path_said, source_of
+
+_ARGUMENT = re.compile(r"L\['(\w+)'\](?:\[(\d+)\]|\['(\w+)'\])?(.*)")
 
 
 def name_as_in(model: nn.Module, captured: fx.GraphModule, arguments: Sequence[Any]) -> nn.Module | None:
@@ -35,6 +39,7 @@ def name_as_in(model: nn.Module, captured: fx.GraphModule, arguments: Sequence[A
     if root is None:
         return None
     names = {str(id(module)): path for path, module in root.named_modules()}
+    _name_arguments(placeholders, root)
     for node in placeholders:
         _name_parameter(node, root, names)
     named = {key: (f"L['self'].{names[_id(key)]}", kind) for key, (said, kind) in innermost.items()
@@ -87,6 +92,37 @@ def _attribute_or_item(holder: Any, name: str) -> Any:
     if isinstance(holder, (list, tuple)):
         return holder[int(name)]
     return holder[name] if isinstance(holder, dict) else getattr(holder, name)
+
+
+def forward_parameters(model: nn.Module) -> Mapping[str, Parameter]:
+    """Return the parameters of the forward; those of a module of torch.jit.trace are not known."""
+    try:
+        return signature(model.forward).parameters
+    except (TypeError, ValueError):
+        return {}
+
+
+def _name_arguments(placeholders: Sequence[fx.Node], root: nn.Module) -> None:
+    """Set node.meta["argument"] of graph inputs: how the forward of the captured module would write it.
+
+    A wrapper such as a decorator may take (*args, **kwargs), with or without the module among them.
+    """
+    parameters = forward_parameters(root)
+    positional = [name for name, p in parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    stored = [source_of(node) for node in placeholders if name_in_model(node)]
+    for node in placeholders:
+        source = source_of(node)
+        if name_in_model(node) or (found := _ARGUMENT.fullmatch(source)) is None:
+            continue
+        variable, index, key, rest = found.groups()
+        if variable in parameters and parameters[variable].kind is not Parameter.VAR_KEYWORD:
+            node.meta["argument"] = source.replace(f"L['{variable}']", variable, 1)
+        elif key is not None:
+            node.meta["argument"] = f"{key}{rest}"
+        elif index is not None and stored:
+            has_module = any(each.startswith(f"L['{variable}'][0].") for each in stored)
+            name = dict(enumerate(positional, has_module)).get(int(index))
+            node.meta |= {"argument": f"{name}{rest}"} if name else {}
 
 
 def _name_parameter(node: fx.Node, root: nn.Module, names: dict[str, str]) -> None:

@@ -18,18 +18,23 @@ _DYNAMO_AFFIXES = re.compile(r"^[lL]_(kwargs_|args_)?|_$")  # dynamo's prefixes 
 
 def argument_text(node: fx.Node) -> str:
     """Return the name of a graph input in a call of the model, or "input 1" if it has no name."""
-    name = _DYNAMO_AFFIXES.sub("", node.name)
+    name = node.meta.get("argument") or _DYNAMO_AFFIXES.sub("", node.name)
     return f"input {name}" if name.isdecimal() else name
 
 
 def detail(node: fx.Node) -> str:
     """Describe an operation in lines: name, dtype and shape, module, call, and the model's tensors."""
+    name = argument_text(node) if node.op == "placeholder" else node.name
+    call = call_of(node)
+    for source in node.all_input_nodes:
+        if source.op == "placeholder":
+            call = re.sub(rf"\b{source.name}\b", argument_text(source), call)
     tensors = [
         f"{name_in_model(source)}: {described(source)}"
         for source in node.all_input_nodes
         if name_in_model(source)
     ]
-    lines = [node.name, described(node), module_text(node), call_of(node), *tensors]
+    lines = [name, described(node), module_text(node), call, *tensors]
     spelled = node.meta.get("spelled", ())
     captured = [f"captured as: {', '.join(map(str, spelled))}"] if len(spelled) > 1 else []
     return "\n".join(filter(None, [*lines, *captured, *_number_lines(node.meta.get("outcome"))]))

@@ -11,11 +11,12 @@ from torch.utils._pytree import tree_leaves
 
 from te_transform.graph.errors import in_a_line, in_full
 from te_transform.graph.inputs import Inputs
+from te_transform.graph.names import forward_parameters
 from te_transform.graph.nodes import dtype_name
 from te_transform.graph.preserve import same_random, same_state
 from te_transform.plan.model import is_exported
 from te_transform.verify.judged import Judged
-from te_transform.verify.names import forward_parameters, uncompiled
+from te_transform.verify.names import uncompiled
 from te_transform.verify.replay import named_tensors
 from te_transform.verify.variations import EXAMPLE, LEFT_PADDED, Variation
 

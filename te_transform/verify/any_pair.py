@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_map_only
 
 from te_transform.execution.attach import original_forward
 from te_transform.graph.inputs import Inputs
+from te_transform.graph.names import forward_parameters
 from te_transform.graph.preserve import same_state
 from te_transform.verify.accepted import MASK, accepted, check_outputs, check_scripted
 from te_transform.verify.cases import Case, all_rows, rows_of_case
@@ -25,7 +26,6 @@ from te_transform.verify.judged import wide_dtype
 from te_transform.verify.layout import Layout
 from te_transform.verify.names import (
     call_uncompiled,
-    forward_parameters,
     plain_name,
     uncompiled,
     unlock_modes,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from torch import nn
@@ -28,14 +27,6 @@ def plain_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def uncompiled(model: nn.Module) -> nn.Module:
     """Return the module that torch.compile() wrapped, or the model itself."""
     return getattr(model, _ORIG_MOD, model)
-
-
-def forward_parameters(model: nn.Module) -> Mapping[str, inspect.Parameter]:
-    """Return the parameters of the forward; those of a module of torch.jit.trace are not known."""
-    try:
-        return inspect.signature(model.forward).parameters
-    except ValueError:
-        return {}
 
 
 def call_uncompiled(model: nn.Module) -> None:

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from te_transform.canonicalize.attention import HIDES
 from te_transform.graph.inputs import Inputs
-from te_transform.verify.names import forward_parameters
+from te_transform.graph.names import forward_parameters
 
 EXAMPLE, LEFT_PADDED = "example inputs", "left-padded"
 
