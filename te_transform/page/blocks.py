@@ -87,8 +87,10 @@ def _refused_in(
 
 def _relative_path(path: str, inner: str) -> str | None:
     """Return `inner` relative to the module path `path`, or None if it lies outside the module."""
-    if not path or inner == path:
-        return inner if not path else ""
+    if not path:
+        return inner
+    if inner == path:
+        return ""
     return inner.removeprefix(f"{path}.") if inner.startswith(f"{path}.") else None
 
 

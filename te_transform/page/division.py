@@ -48,7 +48,7 @@ def divided(part: Part) -> list[DrawnPiece]:
     seen: set[tuple[str, ...]] = set()  # the lists of layers so far
     found: dict[tuple, DrawnPiece] = {}
     for pair in pairs:
-        parts = _words(pair)
+        parts = _path_parts(pair)
         layer = next((parts[:depth] for depth in range(len(parts) + 1) if parts[:depth] in layers), None)
         if layer is not None:
             seen.add(layer[:-1])
@@ -60,7 +60,7 @@ def divided(part: Part) -> list[DrawnPiece]:
     return [*found.values()]
 
 
-def _words(pair: NodePair) -> tuple[str, ...]:
+def _path_parts(pair: NodePair) -> tuple[str, ...]:
     """Return the parts of a pair's path. A fused op has the path of its site."""
     outcome = pair.node.meta.get("outcome")
     path = module_text(pair.node) if outcome is None else outcome.path
@@ -71,7 +71,7 @@ def _layer_paths(pairs: Iterable[NodePair]) -> set[tuple[str, ...]]:
     """Return the paths of layers: numbered modules that have modules inside, or several operations."""
     sizes: Counter[tuple[str, ...]] = Counter()
     for pair in pairs:
-        parts = _words(pair)
+        parts = _path_parts(pair)
         depth = next((depth for depth, part in enumerate(parts, 1) if part.isdecimal()), 0)
         if depth:
             sizes[parts[:depth]] += _MANY if len(parts) > depth else not is_bookkeeping(pair.node)

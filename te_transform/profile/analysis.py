@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 
 from torch import nn
 
@@ -64,9 +64,13 @@ class Analysis:
         """Return the cost of an operation and of all operations inside it."""
         return self.by_op[op] + sum(map(self.within, op.inside))
 
-    def cost(self, fits: Callable[[int, str], bool]) -> int:
-        """Return the cost of all label numbers and classes that fit."""
-        return sum(taken for (label, _, kind), taken in self.by_label.items() if fits(label, kind))
+    def cost(self, labels: Container[int] | None = None, kind: str = "") -> int:
+        """Return the cost of these label numbers and of this class; of all by default."""
+        return sum(
+            taken
+            for (label, _, own), taken in self.by_label.items()
+            if (labels is None or label in labels) and (not kind or own == kind)
+        )
 
     def under(self, path: str) -> set[int]:
         """Return the numbers of the labels at a path and below it."""
@@ -79,10 +83,7 @@ class Analysis:
 
     def classes(self) -> dict[str, float]:
         """Return the seconds of each class, in the order of the table."""
-        found: Counter[str] = Counter()
-        for (_, _, kind), taken in self.by_label.items():
-            found[kind] += taken
-        return {kind: NS * found[kind] for kind in CLASSES if found[kind]}
+        return {kind: NS * taken for kind in CLASSES if (taken := self.cost(kind=kind))}
 
     def parts(self) -> Iterator[PartTime]:
         """Yield the parts of the step, the most expensive first. Equal layers are one part."""

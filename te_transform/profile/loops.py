@@ -43,7 +43,7 @@ def recurrence(found: Analysis) -> Iterator[Suspect]:
     for line, number in loops(watch.most, _LEAST_REPETITIONS):
         told.setdefault(line.label, (f"{line.place} runs {number} times in one call", _ASK_SCAN))
     for label, (evidence, advice) in told.items():
-        taken = found.cost(lambda number, _, label=label: number == label)
+        taken = found.cost({label})
         if label and label not in _labels_of_experts(watch) and taken:
             yield Suspect("recurrence in PyTorch", label, evidence, advice, taken)
 
@@ -62,8 +62,8 @@ def expert_loop(found: Analysis) -> Iterator[Suspect]:
     watch = found.recording.watch
     for label, line in _labels_of_experts(watch).items() if watch is not None else ():
         inside = found.under(found.labels[label].path)
-        taken = found.cost(lambda number, _, inside=inside: number in inside)
-        products = found.cost(lambda number, kind, inside=inside: number in inside and kind == PRODUCT)
+        taken = found.cost(inside)
+        products = found.cost(inside, PRODUCT)
         times = watch.most[line]
         evidence = f"a loop at {line.place} runs {times} experts one by one"
         yield Suspect("expert loop", label, evidence, _ASK_EXPERTS, taken, most=taken - products)

@@ -35,17 +35,18 @@ class Ranges:
 
     def __init__(self, model: nn.Module):
         self.model = model
-        self.labels = [OUTSIDE]
         self._numbers: dict[Label, int] = {OUTSIDE: 0}
         self._calls = count()
         self._running = threading.local()
 
     def number(self, label: Label) -> int:
         """Return the number of a label."""
-        if label not in self._numbers:
-            self._numbers[label] = len(self.labels)
-            self.labels.append(label)
-        return self._numbers[label]
+        return self._numbers.setdefault(label, len(self._numbers))
+
+    @property
+    def labels(self) -> list[Label]:
+        """The labels by number."""
+        return [*self._numbers]
 
     @property
     def running(self) -> list[tuple[int, int, Any]]:

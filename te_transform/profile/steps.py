@@ -75,10 +75,9 @@ def record(model: nn.Module, samples: Sequence[Inputs]) -> RecordedSteps:
                 steps.run()
         for _ in range(untimed):
             steps.run()
-        compiled = set(map(id, held := get_compilation_metrics()))
+        compiled = get_compilation_metrics()
         made.seconds = [steps.run() for _ in range(TIMED)]
-        made.recompiled = [each for each in get_compilation_metrics() if id(each) not in compiled]
-        del held
+        made.recompiled = [each for each in get_compilation_metrics() if each not in compiled]
         made.events = _profiled(model, ranges, steps)
     made.labels, made.is_training = ranges.labels, steps.have_backward
     return made

@@ -49,7 +49,7 @@ def recompilation(found: Analysis) -> Iterator[Suspect]:
 
 def launches(found: Analysis) -> Iterator[Suspect]:
     """Yield the idle time of a GPU that waits for the CPU's launches."""
-    idle = found.cost(lambda _, kind: kind == IDLE)
+    idle = found.cost(kind=IDLE)
     if idle > _MOST_IDLE_SHARE * found.total:
         evidence = f"the GPU waits for the CPU in {idle / found.total:.0%} of the step"
         yield Suspect("launches", found.root, evidence, _ASK_LAUNCH, idle)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,6 @@ from torch import Tensor, nn
 from torch._dynamo import config as dynamo
 from torch.utils._pytree import tree_map_only
 
-from te_transform.execution.attach import original_forward
 from te_transform.graph.inputs import Inputs
 from te_transform.graph.names import forward_parameters
 from te_transform.graph.preserve import same_state
@@ -31,7 +31,7 @@ from te_transform.verify.names import (
     unlock_modes,
 )
 from te_transform.verify.outputs import BUFFER, DROPOUT, Outputs, Visible
-from te_transform.verify.replay import Subject, in_double, named_tensors
+from te_transform.verify.replay import Subject, named_tensors, original_code
 from te_transform.verify.tape import Tape
 from te_transform.verify.variations import EXAMPLE, Variation
 from te_transform.verify.verification import Verification
@@ -115,7 +115,9 @@ class AnyPair:
         """Return the models to run in this case."""
         outputs = self._outputs(case)
         return Contenders(
-            self._original(case, outputs), self._second(case, outputs), self._reference(case, outputs)
+            self._original(case, outputs),
+            self._second(case, outputs, self.other),
+            self._original(case, outputs, double=True),
         )
 
     def _outputs(self, case: Case) -> Outputs:
@@ -128,35 +130,27 @@ class AnyPair:
         return Visible(given.get(MASK), said or any(name.startswith("decoder_") for name in given))
 
     def _original(self, case: Case, outputs: Outputs, double: bool = False) -> Subject:
-        def call(*args: Any, **kwargs: Any) -> dict[str, Tensor]:
-            with nullcontext() if double else _mode_of(case, args, kwargs):
-                self._call_before(self.model, case, double)
-                return outputs.of(self.model, args, kwargs)
-
-        def within() -> AbstractContextManager:
-            stack = ExitStack()
-            for context in (same_state, original_forward, *[in_double] * double):
-                stack.enter_context(context(self.model))
-            return stack
-
         def parameters() -> Iterator[tuple[str, Tensor]]:
             named = ((plain_name(name), p) for name, p in self.model.named_parameters())
             return ((name, p) for name, p in named if name in self.layout.compared)
 
-        return Subject(call, parameters, within)
+        subject = Subject.of(self.model, partial(original_code, self.model, double))
+        call = self._call(self.model, case, outputs, double)
+        return replace(subject, call=call, parameters=parameters)
 
-    def _reference(self, case: Case, outputs: Outputs) -> Subject:
-        return self._original(case, outputs, double=True)
+    def _second(self, case: Case, outputs: Outputs, model: nn.Module) -> Subject:
+        call, within = self._call(model, case, outputs), partial(same_state, model)
+        return Subject(call, self.layout.theirs.items, within, self.layout.pull_back)
 
-    def _second(self, case: Case, outputs: Outputs, model: nn.Module | None = None) -> Subject:
-        model = self.other if model is None else model
-
+    def _call(
+        self, model: nn.Module, case: Case, outputs: Outputs, double: bool = False
+    ) -> Callable[..., dict[str, Tensor]]:
         def call(*args: Any, **kwargs: Any) -> dict[str, Tensor]:
-            with _mode_of(case, args, kwargs):
-                self._call_before(model, case)
+            with nullcontext() if double else _mode_of(case, args, kwargs):
+                self._call_before(model, case, double)
                 return outputs.of(model, args, kwargs)
 
-        return Subject(call, self.layout.theirs.items, lambda: same_state(model), self.layout.pull_back)
+        return call
 
     def _call_before(self, model: nn.Module, case: Case, double: bool = False) -> None:
         """Call a model on other inputs first if the case asks for it: a model may keep what it computes."""
@@ -188,7 +182,7 @@ class AnyPair:
         with torch.set_grad_enabled(case.gradients):
             found = first_difference(
                 lambda: (self._original(case, outputs), tape(self.model, self.layout.rename)),
-                lambda: (self._reference(case, outputs), tape(self.model, self.layout.rename)),
+                lambda: (self._original(case, outputs, double=True), tape(self.model, self.layout.rename)),
                 lambda: (self._second(case, outputs, second), tape(second, lambda path: path)),
                 case.inputs,
             )
@@ -196,15 +190,12 @@ class AnyPair:
             return found[0], [f"in {case}, {found[1]}"]
         wrong = [row for row in rows_of_case(self, case) if not row.ok]
         if any(row.name.startswith(f"output {DROPOUT}") for row in wrong):
-            return self._first_other_dropout(case), [f"in {case}, {wrong[0]}"]
+            path = first_other_dropout(*self._dropouts(case.inputs), self.layout.rename)
+            return path, [f"in {case}, {wrong[0]}"]
         owned = [row for row in wrong if row.name.startswith(_OWNED)]
         worst = max(owned or wrong, key=lambda row: row.times)
         owner = worst.name.rpartition(" ")[2].rpartition(".")[0] if owned else ""
         return owner, [f"in {case}, {worst}"]
-
-    def _first_other_dropout(self, case: Case) -> str:
-        """Return the path of the first module with other probabilities of its dropouts."""
-        return first_other_dropout(*self._dropouts(case.inputs), self.layout.rename)
 
     def _counts_of_dropouts(self, sample: Variation) -> Iterator[str]:
         """Yield a sentence if the models run other numbers of dropouts, as one may be missing."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from te_transform.backends.limits import ignore_size_limits
-from te_transform.execution.attach import original_forward, runners, without_extensions
+from te_transform.execution.attach import runners, without_extensions
 from te_transform.graph.inputs import Inputs
 from te_transform.graph.preserve import same_state
 from te_transform.verify.bisect import Called, bisect_failures, with_observer
@@ -19,7 +19,7 @@ from te_transform.verify.cases import Case, all_rows, failed, rows_of_case
 from te_transform.verify.compare import Contenders
 from te_transform.verify.names import call_uncompiled
 from te_transform.verify.precision import Recipes
-from te_transform.verify.replay import Subject, in_double
+from te_transform.verify.replay import Subject, original_code
 from te_transform.verify.states import compare_states
 from te_transform.verify.variations import Variation
 from te_transform.verify.verification import Verification
@@ -75,32 +75,26 @@ class Conversion:
 
     def contenders(self, case: Case) -> Contenders:
         """Return the models to run in this case."""
-        own = partial(original_forward, self.model)
         return Contenders(
-            Subject.of(self.model, own),
+            Subject.of(self.model, partial(original_code, self.model)),
             Subject.of(self.converted, partial(without_extensions, self.converted)),
-            Subject.of(self.model, self._in_double),
+            Subject.of(self.model, partial(original_code, self.model, double=True)),
             partial(self.recipes.emulation, self.model) if self.recipes.held else nullcontext,
             rehearsals=1 if self.recipes.delayed else 0,
             sizes=with_observer(self.converted, None) if case.mode == _BY_SIZE else ignore_size_limits,
         )
-
-    def _in_double(self) -> AbstractContextManager:
-        stack = ExitStack()
-        stack.enter_context(original_forward(self.model))
-        stack.enter_context(in_double(self.model))
-        return stack
 
     def _learn(self, samples: list[Inputs]) -> None:
         """Find out which products run in FP8."""
         for training in (True, False) if self.recipes.held else ():
             self.converted.train(training)
             args, kwargs = samples[0].clone()
-            with ExitStack() as stack:
-                stack.enter_context(same_state(self.converted))
-                stack.enter_context(self.recipes.fresh_scales())
-                stack.enter_context(self.recipes.learn())
-                stack.enter_context(torch.set_grad_enabled(training))
+            with (
+                same_state(self.converted),
+                self.recipes.fresh_scales(),
+                self.recipes.learn(),
+                torch.set_grad_enabled(training),
+            ):
                 self.converted(*args, **kwargs)
 
     def _guilty(self, failing: list[Case], called: Called) -> list[str]:

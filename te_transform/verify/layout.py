@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -86,13 +87,12 @@ class Layout:
         """Yield a row for each weight with other values, and one with the number of weights."""
         with torch.no_grad():
             made = self._made({})
-        state = {plain_name(name): value for name, value in self.second.state_dict().items()}
-        yield from compare_weights(made, state)
+        yield from compare_weights(made, self._state)
 
     def copy(self) -> None:
         """Load the first model's weights into the second model."""
         with torch.no_grad():
-            state = {plain_name(name): value for name, value in self.second.state_dict().items()}
+            state = self._state
             for name, made in self._made({}).items():
                 if isinstance(state.get(name), Tensor):
                     state[name].copy_(made)
@@ -103,6 +103,11 @@ class Layout:
             yield f"not compared: the gradients of {some(left)}, which the second model does not train"
         if left := self._unmatched:
             yield f"not compared: the gradients of {some(left)}, which the first model does not have"
+
+    @property
+    def _state(self) -> dict[str, Any]:
+        """The second model's state dict."""
+        return {plain_name(name): value for name, value in self.second.state_dict().items()}
 
     @cached_property
     def _unmatched(self) -> list[str]:
@@ -147,7 +152,7 @@ class Layout:
                 "expected a function from state dict to state dict as weights=, got an error from it "
                 f"({in_a_line(error)}){raised_at(error)}"
             ) from error
-        state = {plain_name(name): value for name, value in self.second.state_dict().items()}
+        state = self._state
         for name, tensor in made.items():
             if name not in state:
                 raise ValueError(

@@ -13,7 +13,7 @@ from te_transform.execution.attach import runners
 from te_transform.execution.captured_graph import CapturedGraph
 from te_transform.plan.match import Site
 from te_transform.verify.bisect import with_observer
-from te_transform.verify.emulate import Formats, emulated, formats_of
+from te_transform.verify.emulate import emulated, formats_of
 
 
 class Recipes:
@@ -59,7 +59,8 @@ class Recipes:
         with contextlib.ExitStack() as stack:
             for key, formats in self.formats.items():
                 weights = [p for name, p in model.named_parameters() if name in self.weights[key]]
-                stack.enter_context(emulated(weights, _drawn(formats, seed)))
+                drawn = formats if seed is None else formats.at_random(seed)
+                stack.enter_context(emulated(weights, drawn))
             yield
 
     @contextlib.contextmanager
@@ -85,7 +86,3 @@ class Recipes:
 def _runs_in_fp8(site: Site, first: Tensor) -> bool:
     own = read_state(first).in_fp8
     return site.fused.in_fp8 if own is None else own
-
-
-def _drawn(formats: Formats, seed: int | None) -> Formats:
-    return formats if seed is None else formats.at_random(seed)

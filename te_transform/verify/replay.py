@@ -14,6 +14,7 @@ from torch._dynamo.convert_frame import compile_lock
 from torch.utils._pytree import tree_leaves, tree_map_with_path
 
 from te_transform.backends.fp8.fp8_only import exact
+from te_transform.execution.attach import original_forward
 from te_transform.graph.bits import dense_parts
 from te_transform.graph.inputs import Inputs
 from te_transform.graph.preserve import same_random, same_state
@@ -95,6 +96,13 @@ def run(
         gradients = {name: _as_real(gradient) for name, gradient in gradients.items()}
     found = {name: out.detach() for name, out in outputs.items()}
     return Run(found, gradients, dict(cotangents), mode.drawn)
+
+
+@contextlib.contextmanager
+def original_code(model: nn.Module, double: bool = False) -> Iterator[None]:
+    """Run the user's own code of `model`, in fp64 if `double`."""
+    with original_forward(model), in_double(model) if double else contextlib.nullcontext():
+        yield
 
 
 @contextlib.contextmanager
