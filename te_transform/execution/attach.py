@@ -50,16 +50,16 @@ def runner_of(model: nn.Module) -> Runner | None:
 
 def without_extensions(model: nn.Module) -> AbstractContextManager[None]:
     """Run the converted models in `model` without their extensions."""
-    return _with_setting(runners(model), "extension", None)
+    return with_setting(runners(model), "extension", None)
 
 
 def original_forward(model: nn.Module) -> AbstractContextManager[None]:
     """Run the user's own code of all converted models in `model`."""
-    return _with_setting([runner.policy for runner in runners(model)], "run_original", True)
+    return with_setting([runner.policy for runner in runners(model)], "run_original", True)
 
 
 @contextmanager
-def _with_setting(holders: Sequence[Any], name: str, value: Any) -> Iterator[None]:
+def with_setting(holders: Sequence[Any], name: str, value: Any) -> Iterator[None]:
     """Set an attribute of all holders inside of the context."""
     before = [(holder, getattr(holder, name)) for holder in holders]
     try:

@@ -29,6 +29,10 @@ _MASKING, _DROPPING = (
     ("native_dropout", "bernoulli_"),
 )
 _DROPOUT = 0.1  # the probability in trials with a dropout
+_NEEDLESS = {  # what a mask hides, as a clause, and what to pass in its place
+    "nothing": ("nothing in this batch", "pass attn_mask=None for such batches"),
+    "causal": ("what is_causal=True hides", "pass is_causal=True in place of the mask"),
+}
 _ASK_SDPA = (
     'call F.scaled_dot_product_attention; a model of transformers does with attn_implementation="sdpa", and '
     "te_transform.convert() fuses written-out attention"
@@ -136,24 +140,18 @@ def needless_mask(found: Analysis) -> Iterator[Suspect]:
     """Yield masks that hide nothing, or exactly what is_causal=True hides."""
     watch = found.recording.watch
     for line, hidden in watch.masks.items() if watch is not None else ():
-        if hidden not in ({"nothing"}, {"causal"}):
-            continue
-        is_causal = hidden == {"causal"}
+        kind = " and ".join(hidden)
         called = [op for op in found.forward() if op.name == _SDPA and op.label == line.label]
-        if not called:
+        if kind not in _NEEDLESS or not called:
             continue
+        tells, advice = _NEEDLESS[kind]
         largest = max(called, key=lambda op: found.by_outer[op])
         dtype = dtype_of_event(largest.event.dtypes[0])
         shapes = largest.event.shapes[:3]
-        tells = "what is_causal=True hides" if is_causal else "nothing in this batch"
-        advice = (
-            "pass is_causal=True in place of the mask"
-            if is_causal
-            else "pass attn_mask=None for such batches"
+        before, after = partial(_by_sdpa, masked=True), partial(_by_sdpa, is_causal=kind == "causal")
+        trial = dtype and Replacement(
+            shapes, dtype, before, after, found.recording.is_training, f"mask of {kind}"
         )
-        before, after = partial(_by_sdpa, masked=True), partial(_by_sdpa, is_causal=is_causal)
-        name, is_training = f"mask {is_causal}", found.recording.is_training
-        trial = dtype and Replacement(shapes, dtype, before, after, is_training, name)
         evidence = f"the mask of {_SDPA} at {line.place} hides {tells}"
         taken = sum(found.by_outer[op] for op in called)
         yield Suspect("needless mask", line.label, evidence, advice, taken, trial)

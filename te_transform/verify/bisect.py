@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from te_transform.execution.attach import runners
+from te_transform.execution.attach import runners, with_setting
 from te_transform.execution.captured_graph import CapturedGraph, Observer
 from te_transform.execution.writes import unwritten
 from te_transform.plan.match import Site
@@ -31,20 +31,14 @@ def with_observer(
 
     If `see` is None, run the graphs as outside of verify().
     """
-    before = [(converted, converted.observer) for converted in runners(model)]
     with unwritten() as writes:
 
         def watch(graph: CapturedGraph, arguments: Sequence[Any]) -> None:
             writes.note_graph(graph.captured, arguments)
             see(graph, arguments)
 
-        try:
-            for converted, _ in before:
-                converted.observer = None if see is None else Observer(watch)
+        with with_setting(runners(model), "observer", None if see is None else Observer(watch)):
             yield
-        finally:
-            for converted, was in before:
-                converted.observer = was
 
 
 class Called:

@@ -51,8 +51,9 @@ def active_probability(func: Any, args: tuple, kwargs: dict[str, Any]) -> float:
 
 def _torch_function(func: Any) -> Any:
     """Return torch's function for an operator in a module of torch.export, other functions as they are."""
-    name = func._opname if getattr(func, "namespace", "") == "aten" else ""
-    return getattr(F, name, getattr(torch, name, func))
+    if getattr(func, "namespace", "") != "aten":
+        return func
+    return getattr(F, func._opname, getattr(torch, func._opname, func))
 
 
 class Noise:

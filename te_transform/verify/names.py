@@ -36,7 +36,7 @@ def call_uncompiled(model: nn.Module) -> None:
 
 
 def unlock_modes(model: nn.Module) -> None:
-    """Make train() and eval() set the flags of modules of torch.export, which refuse and ignore modes."""
+    """Make train() and eval() of modules of torch.export set flags, which they ignore, instead of raising."""
     for module in filter(is_exported, model.modules()):
         vars(module).pop("train", None)
         vars(module).pop("eval", None)

@@ -121,10 +121,14 @@ def _check_models(model: nn.Module, converted: nn.Module, has_layout: bool) -> N
                 f"expected a converted model as the {which} model, or any torch.nn.Module, got a "
                 f"{type(each).__name__}; call verify(model, te_transform.convert(model))"
             )
-    for which, each in (("first", model), ("second", converted)):
         if hasattr(each, "module") and (wrapper := wrapped_by(each)):
             raise ValueError(
                 f"expected a plain model as the {which} model, got one wrapped by {wrapper}; pass its .module"
+            )
+        if any(parameter.is_meta for parameter in each.parameters()):
+            raise ValueError(
+                f"expected weights to compare, got parameters on the meta device in the {which} model; load "
+                "its weights after to_empty(device=...), or remove the hooks that load them"
             )
     # a converted class is a subclass with the same name
     if runners(converted) and not has_layout and not isinstance(converted, type(model)):
@@ -132,12 +136,6 @@ def _check_models(model: nn.Module, converted: nn.Module, has_layout: bool) -> N
             f"expected two models of the same class, got a {type(model).__name__} and a converted "
             f"{type(converted).__name__}; pass the model that was converted"
         )
-    for which, each in (("first", model), ("second", converted)):
-        if any(parameter.is_meta for parameter in each.parameters()):
-            raise ValueError(
-                f"expected weights to compare, got parameters on the meta device in the {which} model; load "
-                "its weights after to_empty(device=...), or remove the hooks that load them"
-            )
     first, second = (any(isinstance(p, DTensor) for p in each.parameters()) for each in (model, converted))
     if first != second:
         raise ValueError(
