@@ -19,6 +19,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import te_transform
 from te_transform import ModelError, OptionError
@@ -192,6 +193,47 @@ def test_a_branch_that_flattens_the_stream_is_dropped_with_its_layer() -> None:
     torch.testing.assert_close(model(X), by_hand(model, factors))
 
 
+class Reading(nn.Module):
+    """Layers that project the normalized output of an encoder before they read their stream."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.begin = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.norm, self.layers = nn.LayerNorm(WIDTH), nn.ModuleList(Reader() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        memory, x = self.norm(self.encoder(x)), self.begin(x)
+        for layer in self.layers:
+            x = layer(x, memory)
+        return x
+
+
+class Reader(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.q = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.k, self.v = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, memory: Tensor) -> Tensor:
+        k, v = self.k(memory), self.v(memory)
+        return x + self.q(self.norm(x)) * k.tanh() * v
+
+
+def test_a_dropped_layer_projects_no_output_of_an_encoder() -> None:
+    model = te_transform.convert(Reading(), X, verify=False, inplace=True).train()
+    drop_layers(model, 100)
+    products = []
+    for factors in itertools.product((1.0, None), repeat=2):
+        policy = Fixed({f"layers.{number}": factor for number, factor in enumerate(factors)})
+        decide_on_layers(model, runner_of(model), policy)
+        model(X)  # the first call checks the fused operations
+        with torch.profiler.profile() as profile:
+            model(X)
+        products.append(sum(event.name == "aten::addmm" for event in profile.events()))
+    of_layer = 2  # of q, and of k and v together
+    assert products == [1 + of_layer * kept for kept in (2, 1, 1, 0)]
+
+
 class Crossed(nn.Module):
     """Decoder layers that read an encoder, and one table that all of them read."""
 
@@ -336,13 +378,35 @@ def test_checkpoints_repeat_the_draw(reentrant: bool) -> None:
             schedule.step()
 
 
-def test_a_step_between_a_forward_and_its_repetition_raises() -> None:
-    model = net(reentrant=False)
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpoint_repeats_the_draw_after_another_step(reentrant: bool) -> None:
+    found, x = [], X.clone().requires_grad_()
+    for model in (net(reentrant=reentrant), net()):
+        schedule = dropping(model)
+        first = model(x).square().mean()
+        schedule.step()
+        second = model(x).square().mean()
+        first.backward()
+        second.backward()
+        found.append([parameter.grad for parameter in model.parameters()])
+    torch.testing.assert_close(*found)
+
+
+def test_a_backward_of_two_steps_raises() -> None:
+    model, x = net(reentrant=False), X.clone().requires_grad_()
     schedule = dropping(model)
-    loss = model(X.clone().requires_grad_()).square().mean()
+    loss = model(x).square().mean()
     schedule.step()
-    with pytest.raises(RuntimeError, match=r"call step\(\) after optimizer\.step\(\)"):
-        loss.backward()
+    with pytest.raises(RuntimeError, match=r"outputs of 2 steps; call step\(\) after the backward"):
+        (loss + model(x).square().mean()).backward()
+    model(x).square().mean().backward()
+
+
+def test_a_reentrant_checkpoint_around_the_model_drops_nothing() -> None:
+    model, x = net(), X.clone().requires_grad_()
+    dropping(model)
+    checkpoint(model, x, use_reentrant=True).square().mean().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
 
 
 def test_a_run_goes_on_from_its_state() -> None:

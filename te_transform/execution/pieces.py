@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from te_transform.graph import edit
-from te_transform.graph.marks import layer_begins, layer_ends, marked
+from te_transform.graph.marks import is_mark, marked
 from te_transform.graph.nodes import returned, value, writes
 
 dropped: ContextVar[frozenset[int]] = ContextVar("dropped", default=frozenset())
@@ -141,7 +141,7 @@ def layer_runs(graph: fx.Graph) -> Runs:
 
 
 def _computes(node: fx.Node) -> bool:
-    return node.op not in ("placeholder", "output") and node.target not in (layer_begins, layer_ends)
+    return node.op not in ("placeholder", "output") and not is_mark(node)
 
 
 def _inner(graph: fx.Graph) -> Mapping[fx.Node, list[fx.Node]]:

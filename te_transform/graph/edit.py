@@ -501,7 +501,7 @@ def with_layers(gm: fx.GraphModule, layers: Sequence[Any]) -> fx.GraphModule:
         start, end = twins[layer.start.name], twins[layer.end.name]
         names = {node.name for node in layer.inside}
         inside = [node for node in graph.nodes if node.name in names]
-        begins = insert_call(graph, inside[0], marks.layer_begins, (start, number), like=start)
+        begins = insert_call(graph, _first_of(inside, start), marks.layer_begins, (start, number), like=start)
         for node in inside:
             node.replace_input_with(start, begins)
         factor = _factor_argument(graph, number, like=start)
@@ -512,6 +512,21 @@ def with_layers(gm: fx.GraphModule, layers: Sequence[Any]) -> fx.GraphModule:
         )
         replace_uses(end, twins[layer.end.name])
     return module_of(gm, graph)
+
+
+def _first_of(inside: Sequence[fx.Node], start: fx.Node) -> fx.Node:
+    """Return the first operation after `start` that can run with a layer.
+
+    Operations on other values, such as keys of an encoder's output, may come before the layer reads `start`.
+    """
+    first = inside[0]
+    while first.prev is not start and first.prev.op != "placeholder" and not _is_barrier(first.prev):
+        first = first.prev
+    return first
+
+
+def _is_barrier(node: fx.Node) -> bool:
+    return marks.is_mark(node) or node_info.writes(node) or node_info.changes_state(node)
 
 
 def _factor_argument(graph: fx.Graph, number: int, like: fx.Node) -> fx.Node:

@@ -18,6 +18,11 @@ def layer_ends(y: Tensor, x: Tensor, number: int) -> Tensor:
     return y
 
 
+def is_mark(node: fx.Node) -> bool:
+    """Return True if the node begins or ends a layer."""
+    return node.target in (layer_begins, layer_ends)
+
+
 def marked(graph: fx.Graph) -> list[tuple[fx.Node, fx.Node]]:
     """Return the begin and end mark of each layer, in order."""
     ends = (node for node in graph.nodes if node.target is layer_ends)

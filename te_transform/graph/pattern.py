@@ -18,6 +18,7 @@ import torch
 from torch import fx
 
 from te_transform.graph import ops
+from te_transform.graph.marks import is_mark
 from te_transform.graph.nodes import is_tensor_node
 
 
@@ -311,25 +312,33 @@ def _input(x: Any) -> tuple:
 def find(pattern: Pattern | Siblings, graph: fx.Graph, misses: list[Miss] | None = None) -> Iterator[Match]:
     """Yield every match of `pattern`, in graph order.
 
+    No match is partly inside of a marked layer, because a call may leave the layer out.
     The search is lazy and sees rewrites between matches. Misses that matched at their root go to `misses`.
     """
+    marks = [node for node in graph.nodes if is_mark(node)]
+
+    def part(node: fx.Node) -> int:
+        return sum(mark < node for mark in marks)
+
     if isinstance(pattern, Siblings):
-        yield from _find_siblings(pattern, graph)
+        yield from _find_siblings(pattern, graph, part)
         return
     for node in list(graph.nodes):
         if node._erased or (pattern.roots and node.target not in pattern.roots):
             continue
         stopped: Misses = None if misses is None else []
-        match = next(pattern.match(node, Match(), stopped), None)
+        found = pattern.match(node, Match(), stopped)
+        match = next((match for match in found if len({*map(part, match.nodes)}) < 2), None)
         if match is not None:
             yield match
         elif stopped and any(miss.nodes for miss in stopped):
             misses.append(max(stopped, key=lambda miss: len(miss.nodes)))
 
 
-def _find_siblings(pattern: Siblings, graph: fx.Graph) -> list[Match]:
+def _find_siblings(pattern: Siblings, graph: fx.Graph, part: Callable[[fx.Node], int]) -> list[Match]:
     groups: dict[tuple, list[fx.Node]] = {}
     for node in graph.nodes:
         if node.op == "call_function" and node.target is pattern.target:
-            groups.setdefault((node.args[0], node.meta.get("region"), pattern.meet(node)), []).append(node)
+            key = node.args[0], node.meta.get("region"), part(node), pattern.meet(node)
+            groups.setdefault(key, []).append(node)
     return [Match({pattern.role: tuple(nodes)}, tuple(nodes)) for nodes in groups.values() if len(nodes) > 1]

@@ -13,11 +13,11 @@ import random
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
-from te_transform.backends.tracing import in_backward
 from te_transform.execution.attach import runner_of
 from te_transform.execution.runner import Runner
 from te_transform.graph.keywords import suggests
@@ -30,12 +30,45 @@ from te_transform.training.residual import residual
 log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class Draws:
+    """The draws of one step. They depend only on these fields: no global random state is read or changed.
+
+    Attributes:
+        step: the number of past steps.
+        theta: the keep probability of the last layer.
+        seed: of all draws.
+        layers: the paths of the layers that may be dropped, in order.
+        depths: l / L of each layer by path.
+    """
+
+    step: int
+    theta: float
+    seed: int
+    layers: tuple[str, ...]
+    depths: Mapping[str, float]
+
+    def is_on(self) -> bool:
+        """Return True if this step may drop layers."""
+        return self.theta < 1
+
+    def keep_rate(self, path: str) -> float:
+        """Return the probability p_l that a layer is kept."""
+        return 1 - self.depths[path] * (1 - self.theta)
+
+    def factor(self, path: str) -> float | None:
+        """Return the factor of a layer's branches, or None if the layer is dropped."""
+        if path not in self.depths or not self.is_on():
+            return 1.0
+        draw = random.Random(f"{self.seed} {self.step} {self.layers.index(path)}").random()
+        return 1 / self.keep_rate(path) if draw < self.keep_rate(path) else None
+
+
 class LayerDropping:
     """The schedule of a model whose layers are dropped: one draw for each layer and step.
 
     A draw depends only on the seed, the step and the layer. All ranks therefore draw the same numbers, an
-    activation checkpoint repeats the draw of its forward, and a resumed run continues exactly. No global
-    random state is read or changed.
+    activation checkpoint repeats the draw of its forward, and a resumed run continues exactly.
 
     Attributes:
         layers: the paths of the layers that may be dropped, in order.
@@ -54,7 +87,6 @@ class LayerDropping:
         self._settings = settings
         self._model: nn.Module | None = model
         self._depths = _depths(self.layers)
-        self._has_run = False  # in this step
 
     @property
     def theta(self) -> float:
@@ -68,41 +100,19 @@ class LayerDropping:
         All forwards and backwards of a step share the draws, also if gradients are accumulated.
         """
         self.steps += 1
-        self._has_run = False
 
     def keep_rates(self) -> dict[str, float]:
         """Return the probability p_l that each layer is kept in this step, by path."""
-        return {path: 1 - depth * (1 - self.theta) for path, depth in self._depths.items()}
+        draws = self._draws()
+        return {path: draws.keep_rate(path) for path in self.layers}
 
     def dropped(self) -> tuple[str, ...]:
         """Return the paths of the layers that this step drops."""
-        return tuple(path for path in self.layers if self._draw(path) is None)
+        draws = self._draws()
+        return tuple(path for path in self.layers if draws.factor(path) is None)
 
-    def is_on(self) -> bool:
-        """Return True if this step may drop layers."""
-        return self.theta < 1
-
-    def factor(self, path: str) -> float | None:
-        """Return the factor of a layer's branches in this step, or None if the layer is dropped.
-
-        Raises:
-            RuntimeError: a checkpoint repeats a forward of an earlier step.
-        """
-        if not in_backward():
-            self._has_run = True
-        elif not self._has_run:
-            raise RuntimeError(
-                "expected step() after the backward, got a step() between a forward and its backward, which "
-                "an activation checkpoint now repeats with other layers; call step() after optimizer.step()"
-            )
-        return self._draw(path)
-
-    def _draw(self, path: str) -> float | None:
-        if path not in self._depths or not self.is_on():
-            return 1.0
-        keep = 1 - self._depths[path] * (1 - self.theta)
-        key = f"{self._settings['seed']} {self.steps} {self.layers.index(path)}"
-        return 1 / keep if random.Random(key).random() < keep else None
+    def _draws(self) -> Draws:
+        return Draws(self.steps, self.theta, self._settings["seed"], self.layers, self._depths)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint: the step and the settings."""
@@ -125,7 +135,6 @@ class LayerDropping:
             raise OptionError(f"expected steps of 0 or more, got {steps!r}; pass the number of past steps")
         self._settings = _checked_settings(**given)
         self.steps = steps
-        self._has_run = False
 
     def remove(self) -> None:
         """Run all layers again, as before drop_layers()."""
@@ -174,7 +183,7 @@ def drop_layers(
     _check_mode(runner)
     layers = _layers_and_refusals(model, runner)
     schedule = LayerDropping(model, layers, settings)
-    decide_on_layers(model, runner, schedule)
+    decide_on_layers(model, runner, schedule._draws)
     log.info("%d layers may be dropped, %d may not", len(schedule.layers), len(schedule.refused))
     return schedule
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
@@ -11,9 +11,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd import Variable
 
 from te_transform.backends.fp8.scale_table import keep_scales
 from te_transform.backends.ranks import is_sharded
+from te_transform.backends.tracing import in_backward, saving_hooks
 from te_transform.execution.blocks import blocks
 from te_transform.execution.call_context import CallContext, ModuleCall
 from te_transform.execution.captured_graph import CapturedGraph
@@ -21,7 +23,10 @@ from te_transform.execution.classes import ModuleRole, Role
 from te_transform.execution.runner import Runner
 from te_transform.plan.model import CONVERTED
 from te_transform.training.block_calls import BlockCalls
-from te_transform.training.layered import Layered, LayerPolicy, LayersNow, layered_plan
+from te_transform.training.cut_batch import tensors
+from te_transform.training.layered import LayerDraws, Layered, LayersNow, layered_plan
+
+LayerPolicy = Callable[[], LayerDraws]
 
 _ALL_LAYERS_OBSERVED = "verify() or the conversion looks at the call, in which all layers run"
 _WHOLE = "all layers run in this call"
@@ -38,11 +43,12 @@ class LayerCalls:
     Args:
         model: the converted model.
         runner: of the model.
-        policy: decides in each training call.
+        policy: returns the draws of the current step.
     """
 
     def __init__(self, model: nn.Module, runner: Runner, policy: LayerPolicy):
         self.policy, self.block_calls = policy, BlockCalls()
+        self.repeated: list[LayerDraws] = []  # of the forwards whose backward runs
         self.runner = weakref.ref(runner)
         self.paths = {id(module): path for path, module in model.named_modules()}
         named = model.named_parameters(remove_duplicate=False)
@@ -53,7 +59,24 @@ class LayerCalls:
 
     def is_on(self) -> bool:
         """Return True if this step may leave a layer out."""
-        return self.policy.is_on()
+        return self.policy().is_on()
+
+    def draws(self) -> LayerDraws:
+        """Return the draws of this step, or in a backward the draws of the forward that is repeated.
+
+        Raises:
+            RuntimeError: a checkpoint repeats a forward, and its step is unknown.
+        """
+        if not in_backward():
+            self.repeated.clear()  # a backward that raised leaves its draws
+            return self.policy()
+        if len(self.repeated) != 1:
+            raise RuntimeError(
+                "expected a backward of one step, from outputs of the model, got a checkpoint that repeats a "
+                f"forward, and outputs of {len(self.repeated)} steps; call step() after the backward, and "
+                "compute the loss from what the model returns"
+            )
+        return self.repeated[0]
 
     @contextmanager
     def around(self, call: ModuleCall) -> Iterator[None]:
@@ -65,9 +88,23 @@ class LayerCalls:
             _trained_layers.reset(token)
 
     def learn(self, call: ModuleCall, out: Any) -> None:
-        """Learn the form of a block's output from a training call that has run."""
-        if call.is_block and self._trained_path(call.role, call.module) is not None:
+        """Learn the form of a block's output, or the backward of the model, from a training call."""
+        if self._trained_path(call.role, call.module) is None:
+            return
+        if call.is_block:
             self.block_calls.learn(call.module, tuple(call.args), dict(call.kwargs), out)
+            return
+        draws = self.draws()
+        for _, tensor in tensors(out):
+            if tensor.grad_fn is not None:
+                tensor.grad_fn.register_prehook(partial(self._begin_backward, draws))
+
+    def _begin_backward(self, draws: LayerDraws, _: Any) -> None:
+        """Note the draws of a forward until the end of its backward."""
+        if not self.repeated:
+            Variable._execution_engine.queue_callback(self.repeated.clear)
+        if draws not in self.repeated:
+            self.repeated.append(draws)
 
     def executor(self, graph: CapturedGraph) -> LayeredGraph:
         """Return the executor that runs a captured graph in layers."""
@@ -92,7 +129,7 @@ class LayerCalls:
         role, runner = vars(block).get(CONVERTED), self.runner()
         is_ours = role is not None and runner is not None and runner.extension is self
         path = self._trained_path(role, block) if is_ours and is_sharded(block) else None
-        is_dropped = path is not None and self.is_on() and self.policy.factor(path) is None
+        is_dropped = path is not None and self.draws().factor(path) is None
         if is_dropped and (passed := self.block_calls.passed(block, args, kwargs)) is not None:
             if runner.precision is not None:
                 keep_scales(block.parameters())
@@ -103,12 +140,14 @@ class LayerCalls:
         """Return the path of a module that is called in training, else None.
 
         A block in a call of the model trains if the model does: a reentrant checkpoint calls it without
-        gradients.
+        gradients. A reentrant checkpoint around the model, the only one without hooks, drops nothing.
         """
-        if role.kind is Role.BLOCK and _trained_layers.get() is not _NOT_IN_CALL:
+        is_block = role.kind is Role.BLOCK
+        if is_block and _trained_layers.get() is not _NOT_IN_CALL:
             is_trained = _trained_layers.get() is not None
         else:
-            is_trained = module.training and torch.is_grad_enabled()
+            is_whole = is_block or not in_backward() or saving_hooks()
+            is_trained = module.training and torch.is_grad_enabled() and is_whole
         return self.paths.get(id(module)) if is_trained else None
 
 
@@ -131,14 +170,14 @@ class LayeredGraph:
         if call.is_observed:
             return _ALL_LAYERS_OBSERVED
         calls, path = self.calls(), _trained_layers.get()
-        if path is None or path is _NOT_IN_CALL or calls is None or not calls.is_on():
+        if path is None or path is _NOT_IN_CALL or calls is None or not calls.draws().is_on():
             return _WHOLE
         return _NO_LAYERS if self._made() is None else None
 
     def run(self, call: CallContext) -> Any:
         """Run the layers that the policy keeps."""
         calls = self.calls()
-        return self._made()(LayersNow(calls.policy, _trained_layers.get(), calls.names), call.args)
+        return self._made()(LayersNow(calls.draws(), _trained_layers.get(), calls.names), call.args)
 
     def _made(self) -> Layered | None:
         if self.layered is None:

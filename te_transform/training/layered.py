@@ -17,7 +17,7 @@ from te_transform.execution.pieces import dropped
 from te_transform.execution.rerun import is_trained
 from te_transform.graph import edit
 from te_transform.graph.marks import marked
-from te_transform.graph.nodes import dtype_of, returned
+from te_transform.graph.nodes import dtype_of, is_parameter, returned
 from te_transform.plan.assign import put_in_recipe
 from te_transform.plan.match import Plan, plan
 from te_transform.plan.options import Options
@@ -27,27 +27,27 @@ from te_transform.training.residual import Layer, residual, unreached_arguments
 log = logging.getLogger(__name__)
 
 
-class LayerPolicy(Protocol):
-    """The policy that decides on the layers of training calls."""
+class LayerDraws(Protocol):
+    """The decisions on the layers of training calls in one step."""
 
     def is_on(self) -> bool:
-        """Return True if a layer may be left out, or scaled, in this step."""
+        """Return True if a layer may be left out or scaled."""
 
     def factor(self, path: str) -> float | None:
-        """Return the factor of the branches of a layer in this step, or None if the layer is left out."""
+        """Return the factor of the branches of a layer, or None if the layer is left out."""
 
 
 @dataclass(frozen=True)
 class LayersNow:
-    """The policy and the names for one call.
+    """The draws and the names for one call.
 
     Attributes:
-        policy: decides.
+        draws: of the call's step.
         path: of the called module.
         names: the model's parameter names by id.
     """
 
-    policy: LayerPolicy
+    draws: LayerDraws
     path: str
     names: Mapping[int, str]
 
@@ -122,13 +122,14 @@ class Layered:
         self.places = {node.name: place for place, node in enumerate(placeholders)}
         marks = {node: node.args[0].name for _, node in marked(graph)}
         self.ends = {marks[node]: place for place, node in enumerate(returned(graph)) if node in marks}
-        self.weights = [[self.places[node.name] for node in layer.weights()] for layer in layers]
+        unread = [filter(is_parameter, unreached_arguments([layer])) for layer in layers]
+        self.weights = [[self.places[node.name] for node in nodes] for nodes in unread]
         self.in_recipe = any(getattr(site.fused, "in_fp8", False) for site in plan_.sites)
         self.needs_zeros = False  # the same in the forward that a checkpoint repeats
 
     def __call__(self, now: LayersNow, arguments: Sequence[Any]) -> Any:
         above = self._path(now, arguments)
-        factors = [now.policy.factor(f"{above}.{layer.path}".strip(".")) for layer in self.layers]
+        factors = [now.draws.factor(f"{above}.{layer.path}".strip(".")) for layer in self.layers]
         left_out = frozenset(number for number, factor in enumerate(factors) if factor is None)
         device = next(held.device for held in arguments if isinstance(held, Tensor))
         tensors = self.factors.tensors(factors, device)
