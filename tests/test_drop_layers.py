@@ -7,6 +7,7 @@ import itertools
 import math
 import random
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -275,6 +276,22 @@ def test_weights_that_only_dropped_layers_need_get_zeros_under_ddp(process_group
         named = ("table", "encoder.weight", "head.weight", "layers.0.key.weight", "layers.1.key.weight")
         zeros = {name for name in named if not grads[name].any()}
         assert zeros == unread
+
+
+def test_layers_that_a_reentrant_checkpoint_repeats_get_zeros_under_ddp(process_group: None) -> None:
+    model, x = net(reentrant=True), X.clone().requires_grad_()
+    dropping(model, seed=1)
+    ddp = DistributedDataParallel(model)
+    for _ in range(2):
+        ddp(x).sum().backward()
+    assert not model.blocks[3].q.weight.grad.any()
+
+
+def test_threads_share_the_first_call() -> None:
+    model = net()
+    dropping(model)
+    with ThreadPoolExecutor() as threads:
+        assert all(out.isfinite().all() for out in threads.map(model, [X] * 4))
 
 
 # what stays as it is

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ from torch import nn
 from torch.autograd import Variable
 
 from te_transform.backends.fp8.scale_table import keep_scales
-from te_transform.backends.ranks import is_sharded
+from te_transform.backends.ranks import is_sharded, waits_for_all_gradients
 from te_transform.backends.tracing import in_backward, saving_hooks
 from te_transform.execution.blocks import blocks
 from te_transform.execution.call_context import CallContext, ModuleCall
@@ -24,7 +25,7 @@ from te_transform.execution.runner import Runner
 from te_transform.plan.model import CONVERTED
 from te_transform.training.block_calls import BlockCalls
 from te_transform.training.cut_batch import tensors
-from te_transform.training.layered import LayerDraws, Layered, LayersNow, layered_plan
+from te_transform.training.layered import Decision, LayerDraws, Layered, LayersNow, layered_plan
 
 LayerPolicy = Callable[[], LayerDraws]
 
@@ -32,6 +33,7 @@ _ALL_LAYERS_OBSERVED = "verify() or the conversion looks at the call, in which a
 _WHOLE = "all layers run in this call"
 _NO_LAYERS = "no layer of the graph can be left out"
 
+_PLANNING = threading.Lock()  # fake tensors belong to one thread at a time
 _NOT_IN_CALL: Any = object()
 # the path of the module in a training call, None in other calls, and _NOT_IN_CALL outside of calls
 _trained_layers: ContextVar[Any] = ContextVar("_trained_layers", default=_NOT_IN_CALL)
@@ -48,7 +50,7 @@ class LayerCalls:
 
     def __init__(self, model: nn.Module, runner: Runner, policy: LayerPolicy):
         self.policy, self.block_calls = policy, BlockCalls()
-        self.repeated: list[LayerDraws] = []  # of the forwards whose backward runs
+        self.repeated: list[Decision] = []  # of the forwards whose backward runs
         self.runner = weakref.ref(runner)
         self.paths = {id(module): path for path, module in model.named_modules()}
         named = model.named_parameters(remove_duplicate=False)
@@ -61,15 +63,15 @@ class LayerCalls:
         """Return True if this step may leave a layer out."""
         return self.policy().is_on()
 
-    def draws(self) -> LayerDraws:
-        """Return the draws of this step, or in a backward the draws of the forward that is repeated.
+    def decision(self) -> Decision:
+        """Return the decision for this forward, or in a backward that of the forward which is repeated.
 
         Raises:
             RuntimeError: a checkpoint repeats a forward, and its step is unknown.
         """
         if not in_backward():
-            self.repeated.clear()  # a backward that raised leaves its draws
-            return self.policy()
+            self.repeated.clear()  # a backward that raised leaves its decision
+            return Decision(self.policy(), waits_for_all_gradients())
         if len(self.repeated) != 1:
             raise RuntimeError(
                 "expected a backward of one step, from outputs of the model, got a checkpoint that repeats a "
@@ -94,17 +96,17 @@ class LayerCalls:
         if call.is_block:
             self.block_calls.learn(call.module, tuple(call.args), dict(call.kwargs), out)
             return
-        draws = self.draws()
+        decision = self.decision()
         for _, tensor in tensors(out):
             if tensor.grad_fn is not None:
-                tensor.grad_fn.register_prehook(partial(self._begin_backward, draws))
+                tensor.grad_fn.register_prehook(partial(self._begin_backward, decision))
 
-    def _begin_backward(self, draws: LayerDraws, _: Any) -> None:
-        """Note the draws of a forward until the end of its backward."""
+    def _begin_backward(self, decision: Decision, _: Any) -> None:
+        """Note the decision of a forward until the end of its backward."""
         if not self.repeated:
             Variable._execution_engine.queue_callback(self.repeated.clear)
-        if draws not in self.repeated:
-            self.repeated.append(draws)
+        if decision not in self.repeated:
+            self.repeated.append(decision)
 
     def executor(self, graph: CapturedGraph) -> LayeredGraph:
         """Return the executor that runs a captured graph in layers."""
@@ -129,7 +131,7 @@ class LayerCalls:
         role, runner = vars(block).get(CONVERTED), self.runner()
         is_ours = role is not None and runner is not None and runner.extension is self
         path = self._trained_path(role, block) if is_ours and is_sharded(block) else None
-        is_dropped = path is not None and self.draws().factor(path) is None
+        is_dropped = path is not None and self.decision().draws.factor(path) is None
         if is_dropped and (passed := self.block_calls.passed(block, args, kwargs)) is not None:
             if runner.precision is not None:
                 keep_scales(block.parameters())
@@ -170,25 +172,26 @@ class LayeredGraph:
         if call.is_observed:
             return _ALL_LAYERS_OBSERVED
         calls, path = self.calls(), _trained_layers.get()
-        if path is None or path is _NOT_IN_CALL or calls is None or not calls.draws().is_on():
+        if path is None or path is _NOT_IN_CALL or calls is None or not calls.decision().draws.is_on():
             return _WHOLE
         return _NO_LAYERS if self._made() is None else None
 
     def run(self, call: CallContext) -> Any:
         """Run the layers that the policy keeps."""
         calls = self.calls()
-        return self._made()(LayersNow(calls.draws(), _trained_layers.get(), calls.names), call.args)
+        return self._made()(LayersNow(calls.decision(), _trained_layers.get(), calls.names), call.args)
 
     def _made(self) -> Layered | None:
-        if self.layered is None:
-            graph = self.graph()
-            made = layered_plan(graph.plan, graph.options, graph.owner.tell)
-            if made is not None:
-                run = CapturedGraph(made[0], graph.owner, is_extended=False)
-                made = Layered(*made, run, graph.path_in)
-                graph.forget_recordings()
-            self.layered = (made,)
-        return self.layered[0]
+        with _PLANNING:
+            if self.layered is None:
+                graph = self.graph()
+                made = layered_plan(graph.plan, graph.options, graph.owner.tell)
+                if made is not None:
+                    run = CapturedGraph(made[0], graph.owner, is_extended=False)
+                    made = Layered(*made, run, graph.path_in)
+                    graph.forget_recordings()
+                self.layered = (made,)
+            return self.layered[0]
 
 
 def decide_on_layers(model: nn.Module, runner: Runner, policy: LayerPolicy | None) -> None:

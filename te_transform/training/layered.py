@@ -11,8 +11,6 @@ import torch
 from torch import Tensor
 
 from te_transform.backends.fp8.scale_table import keep_scales
-from te_transform.backends.ranks import waits_for_all_gradients
-from te_transform.backends.tracing import in_backward
 from te_transform.execution.pieces import dropped
 from te_transform.execution.rerun import is_trained
 from te_transform.graph import edit
@@ -38,16 +36,29 @@ class LayerDraws(Protocol):
 
 
 @dataclass(frozen=True)
-class LayersNow:
-    """The draws and the names for one call.
+class Decision:
+    """The settings of a forward, which a checkpoint repeats in the backward.
 
     Attributes:
-        draws: of the call's step.
+        draws: of the forward's step.
+        needs_zeros: True if DDP waits for gradients of all parameters.
+    """
+
+    draws: LayerDraws
+    needs_zeros: bool
+
+
+@dataclass(frozen=True)
+class LayersNow:
+    """The decision and the names for one call.
+
+    Attributes:
+        decision: of the forward.
         path: of the called module.
         names: the model's parameter names by id.
     """
 
-    draws: LayerDraws
+    decision: Decision
     path: str
     names: Mapping[int, str]
 
@@ -125,11 +136,10 @@ class Layered:
         unread = [filter(is_parameter, unreached_arguments([layer])) for layer in layers]
         self.weights = [[self.places[node.name] for node in nodes] for nodes in unread]
         self.in_recipe = any(getattr(site.fused, "in_fp8", False) for site in plan_.sites)
-        self.needs_zeros = False  # the same in the forward that a checkpoint repeats
 
     def __call__(self, now: LayersNow, arguments: Sequence[Any]) -> Any:
         above = self._path(now, arguments)
-        factors = [now.draws.factor(f"{above}.{layer.path}".strip(".")) for layer in self.layers]
+        factors = [now.decision.draws.factor(f"{above}.{layer.path}".strip(".")) for layer in self.layers]
         left_out = frozenset(number for number, factor in enumerate(factors) if factor is None)
         device = next(held.device for held in arguments if isinstance(held, Tensor))
         tensors = self.factors.tensors(factors, device)
@@ -141,7 +151,7 @@ class Layered:
         if self.in_recipe:
             keep_scales(arguments[place] for number in left_out for place in self.weights[number])
         self._note_ends(arguments, outputs)
-        return self._with_zeros(outputs, arguments, left_out)
+        return self._with_zeros(outputs, arguments, left_out) if now.decision.needs_zeros else outputs
 
     def _path(self, now: LayersNow, arguments: Sequence[Any]) -> str:
         """Return the path of the module of this graph.
@@ -163,9 +173,7 @@ class Layered:
 
     def _with_zeros(self, outputs: Any, arguments: Sequence[Any], left_out: frozenset[int]) -> Any:
         """Give arguments that only dropped layers need zero gradients in the backward of outputs, for DDP."""
-        if not in_backward():
-            self.needs_zeros = waits_for_all_gradients()
-        if not (self.needs_zeros and left_out and torch.is_grad_enabled()):
+        if not (left_out and torch.is_grad_enabled()):
             return outputs
         unread = unreached_arguments([self.layers[number] for number in left_out])
         given = (arguments[self.places[node.name]] for node in unread)
