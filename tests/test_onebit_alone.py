@@ -102,6 +102,14 @@ def test_other_parameters(name: str, kind: type[OneBitAdam]) -> None:
 
 
 @pytest.mark.usefixtures("group")
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
+def test_a_parameter_in_a_group_twice() -> None:
+    own = model()
+    with pytest.raises(OneBitError, match="expected each parameter once, got 1 twice in a group"):
+        OneBitAdam([*own.parameters(), own[0].weight])
+
+
+@pytest.mark.usefixtures("group")
 def test_models_that_cannot_be_registered() -> None:
     own = model()
     optimizer = OneBitAdam(own.parameters())

@@ -44,6 +44,15 @@ def check_steps(name: str, steps: Any) -> None:
         raise OneBitError(f"expected {name} to be a number of steps >= 1, got {steps!r}; pass an integer")
 
 
+def check_distinct(parameters: list[Tensor]) -> None:
+    """Raise OneBitError if a parameter appears twice: each has one position in the flat buffers."""
+    if twice := len(parameters) - len(set(parameters)):
+        raise OneBitError(
+            f"expected each parameter once, got {twice} twice in a group; pass model.parameters(), which "
+            "yields shared weights once"
+        )
+
+
 def check_parameter(parameter: Tensor) -> None:
     """Raise OneBitError if the parameter is sharded or has a dtype without fp32 state."""
     if isinstance(parameter, DTensor):

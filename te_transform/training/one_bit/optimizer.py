@@ -65,6 +65,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
         try:
             checks.check_options(self.param_groups[-1])
+            checks.check_distinct(self.param_groups[-1]["params"])
             for parameter in self.param_groups[-1]["params"]:
                 checks.check_parameter(parameter)
         except OneBitError:
