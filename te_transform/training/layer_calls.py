@@ -25,7 +25,7 @@ from te_transform.execution.runner import Runner
 from te_transform.plan.model import CONVERTED
 from te_transform.training.block_calls import BlockCalls
 from te_transform.training.cut_batch import tensors
-from te_transform.training.layered import Decision, LayerDraws, Layered, LayersNow, layered_plan
+from te_transform.training.layered import Decision, LayerDraws, Layered, layered_plan
 
 LayerPolicy = Callable[[], LayerDraws]
 
@@ -178,8 +178,7 @@ class LayeredGraph:
 
     def run(self, call: CallContext) -> Any:
         """Run the layers that the policy keeps."""
-        calls = self.calls()
-        return self._made()(LayersNow(calls.decision(), _trained_layers.get(), calls.names), call.args)
+        return self._made()(self.calls().decision(), _trained_layers.get(), call.args)
 
     def _made(self) -> Layered | None:
         with _PLANNING:
@@ -188,7 +187,7 @@ class LayeredGraph:
                 made = layered_plan(graph.plan, graph.options, graph.owner.tell)
                 if made is not None:
                     run = CapturedGraph(made[0], graph.owner, is_extended=False)
-                    made = Layered(*made, run, graph.path_in)
+                    made = Layered(*made, run, partial(graph.path_in, self.calls().names))
                     graph.forget_recordings()
                 self.layered = (made,)
             return self.layered[0]

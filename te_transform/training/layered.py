@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -46,21 +46,6 @@ class Decision:
 
     draws: LayerDraws
     needs_zeros: bool
-
-
-@dataclass(frozen=True)
-class LayersNow:
-    """The decision and the names for one call.
-
-    Attributes:
-        decision: of the forward.
-        path: of the called module.
-        names: the model's parameter names by id.
-    """
-
-    decision: Decision
-    path: str
-    names: Mapping[int, str]
 
 
 def layered_plan(
@@ -116,7 +101,7 @@ class Layered:
         plan_: of the graph.
         layers: in the order of the factors.
         run: runs the graph.
-        path_in: returns the path of the called module for the names of parameters and the arguments.
+        path_in: returns the path of the called module for the arguments.
     """
 
     def __init__(
@@ -124,7 +109,7 @@ class Layered:
         plan_: Plan,
         layers: Sequence[Layer],
         run: Callable[..., Any],
-        path_in: Callable[[Mapping[int, str], Sequence[Any]], str],
+        path_in: Callable[[Sequence[Any]], str],
     ):
         self.plan, self.layers, self.run, self.path_in = plan_, layers, run, path_in
         self.factors = LayerFactors(layers)
@@ -137,9 +122,10 @@ class Layered:
         self.weights = [[self.places[node.name] for node in nodes] for nodes in unread]
         self.in_recipe = any(getattr(site.fused, "in_fp8", False) for site in plan_.sites)
 
-    def __call__(self, now: LayersNow, arguments: Sequence[Any]) -> Any:
-        above = self._path(now, arguments)
-        factors = [now.decision.draws.factor(f"{above}.{layer.path}".strip(".")) for layer in self.layers]
+    def __call__(self, decision: Decision, path: str, arguments: Sequence[Any]) -> Any:
+        """Run the layers that the decision keeps. `path` is the path of the called module."""
+        above = self._path(path, arguments)
+        factors = [decision.draws.factor(f"{above}.{layer.path}".strip(".")) for layer in self.layers]
         left_out = frozenset(number for number, factor in enumerate(factors) if factor is None)
         device = next(held.device for held in arguments if isinstance(held, Tensor))
         tensors = self.factors.tensors(factors, device)
@@ -151,18 +137,18 @@ class Layered:
         if self.in_recipe:
             keep_scales(arguments[place] for number in left_out for place in self.weights[number])
         self._note_ends(arguments, outputs)
-        return self._with_zeros(outputs, arguments, left_out) if now.decision.needs_zeros else outputs
+        return self._with_zeros(outputs, arguments, left_out) if decision.needs_zeros else outputs
 
-    def _path(self, now: LayersNow, arguments: Sequence[Any]) -> str:
+    def _path(self, called: str, arguments: Sequence[Any]) -> str:
         """Return the path of the module of this graph.
 
         It is the called module. If the call has a graph break or runs the user's own code in between, it is a
         module inside of the called one.
         """
-        if now.path in self.plan.modules:
-            return now.path
+        if called in self.plan.modules:
+            return called
         is_known = len(self.plan.modules) == 1
-        return self.plan.modules[0] if is_known else self.path_in(now.names, arguments)
+        return self.plan.modules[0] if is_known else self.path_in(arguments)
 
     def _note_ends(self, arguments: Sequence[Any], outputs: Sequence[Any]) -> None:
         """Note the stream before and after the graph, if the graph is a single layer."""
