@@ -2,6 +2,7 @@
 
 import copy
 import functools
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -53,6 +54,24 @@ def watched(paths: list[str]) -> Act:
 @pytest.mark.parametrize("paths", [*([path] for path in PATHS), PATHS], ids=[*PATHS, "all"])
 def test_hooks_added_later_see_the_true_values(paths: list[str]) -> None:
     Pair.shared(Tiny).agree(watched(paths))
+
+
+WRITES: dict[str, Callable[[nn.Module, OrderedDict], None]] = {
+    "into the dict of hooks": lambda module, hooks: module._forward_hooks.update(hooks),
+    "another dict of hooks": lambda module, hooks: setattr(module, "_forward_hooks", hooks),
+    "another dict of attributes": lambda module, hooks: setattr(
+        module, "__dict__", {**module.__dict__, "_forward_hooks": hooks}
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_hooks_that_are_not_registered_have_their_effect(name: str) -> None:
+    def act(model: nn.Module, x: Tensor) -> Any:
+        WRITES[name](model.get_submodule("blocks.0.norm1"), OrderedDict({0: lambda _, args, out: out * 2}))
+        return model(x)
+
+    Pair.of(Tiny).agree(act)
 
 
 def changed(path: str, of: Callable[[nn.Module], Any]) -> Act:

@@ -306,6 +306,7 @@ def _patches() -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
     yield from _identity_patches()
     yield SetVariable, "call_method", _set_method
     yield guards.GuardBuilder, "EQUALS_MATCH", _call_after(_guard_numbers)
+    yield guards.GuardBuilder, "EMPTY_NN_MODULE_HOOKS_DICT", _guard_no_hooks
     yield misc.GetAttrVariable, "call_method", call_before(_guard_dict_method)
     if "call_method" in vars(DefaultDictVariable):  # later versions call _missing_impl
         yield DefaultDictVariable, "call_method", call_before(_guard_default_dict)
@@ -580,6 +581,40 @@ def _guard_numbers(self: Any, guard: Guard, *_: Any, **__: Any) -> None:
     is_zero = isinstance(held, (float, complex)) and 0.0 in (held.real, held.imag)
     if is_zero or (isinstance(held, (tuple, frozenset)) and _numbers(held)):
         _same_answer(self, guard, _numbers)
+
+
+def _guard_no_hooks(own: Callable[..., Any]) -> Callable[..., Any]:
+    """Guard that a module has no hooks by one guard, in place of dynamo's guard for each dict of hooks."""
+
+    @functools.wraps(own)
+    def guard_hooks(self: Any, guard: Guard) -> None:
+        module = guard.originating_source.base
+        attributes = self.get(module).__dict__
+        if not _has_no_hooks(attributes):
+            own(self, guard)
+            return
+        told = f"not ({module.name}._forward_hooks or other hooks)"
+        if told in self.already_added_code_parts:
+            return
+        self.already_added_code_parts.add(told)
+        manager = self.get_guard_manager_from_source(module).get_generic_dict_manager(
+            f"{module.name}.__dict__", attributes, guards.GuardManagerType.GUARD_MANAGER
+        )
+        manager.add_lambda_guard(_has_no_hooks, guards.get_verbose_code_parts(told, guard), guard.user_stack)
+
+    return guard_hooks
+
+
+def _has_no_hooks(attributes: dict[str, Any]) -> bool:
+    """Return True if all dicts of hooks are empty; a loop over their names would take longer."""
+    try:
+        return not (
+            attributes["_forward_hooks"] or attributes["_forward_hooks_with_kwargs"]
+            or attributes["_forward_pre_hooks"] or attributes["_forward_pre_hooks_with_kwargs"]
+            or attributes["_backward_hooks"] or attributes["_backward_pre_hooks"]
+        )  # fmt: skip
+    except KeyError:  # not an attribute of the object, as in torch.jit's modules
+        return False
 
 
 def _guard_builtin(self: Any, _: Any, args: Any, kwargs: Any) -> None:
