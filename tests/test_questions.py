@@ -419,6 +419,22 @@ def test_a_class_may_define_an_operator_in_place_of_another_attribute() -> None:
     check(read, type("Plain", (), {"other": 1})(), change)
 
 
+def test_a_class_attribute_that_no_forward_reads_may_change() -> None:
+    """The graph stays, and a later change of a method is still noticed."""
+    plain, graphs = type("Plain", (), {"calls": 0, "scale": lambda self: 2.0}), []
+    held = plain()
+    run = capture(
+        lambda x: x * (held.scale() if held else 3.0),
+        lambda graph, inputs: graphs.append(graph) or graph.forward,
+    )
+    for calls in range(3):
+        plain.calls = calls
+        torch.testing.assert_close(run(X), X * 2.0)
+    assert len(graphs) == 1
+    plain.__bool__ = SPECIAL["__bool__"][1]
+    torch.testing.assert_close(run(X), X * 3.0)
+
+
 @pytest.mark.parametrize(
     "asked", [lambda held: isinstance(held, Registers), lambda held: issubclass(type(held), Registers)]
 )

@@ -6,12 +6,15 @@ Each graph has one such guard, since all objects of a class share the class.
 from __future__ import annotations
 
 import functools
+import gc
 import operator
 import sys
 from collections.abc import Callable
 from inspect import isfunction
+from types import FunctionType
 from typing import Any
 
+from torch._C._dynamo.guards import dict_version
 from torch._dynamo import guards
 from torch._dynamo.source import GlobalStateSource
 from torch._guards import Guard, TracingContext
@@ -20,7 +23,7 @@ from te_transform.graph.content import are_the_same, objects
 
 _MISSING = object()
 _CODE_OF, _MRO_OF = operator.attrgetter("__code__"), operator.attrgetter("__mro__")
-_DEFAULTS_OF = operator.attrgetter("__defaults__"), operator.attrgetter("__kwdefaults__")
+_DEFAULTS_OF, _KEYWORDS_OF = operator.attrgetter("__defaults__"), operator.attrgetter("__kwdefaults__")
 
 
 def guard_class_attribute(held: Any, name: str) -> None:
@@ -94,63 +97,59 @@ def _classes_read() -> dict[tuple[type, str], Any]:
 def _same_classes(builder: Any, guard: Guard, read: dict[tuple[type, str], Any]) -> None:
     """Build the guard for class attributes after `read` is complete.
 
-    Built-in functions loop over the attributes, because each call runs the guard.
+    Built-in functions loop over classes and functions, because each call runs the guard.
     """
     orders = {base: found for (base, name), found in read.items() if name == "__mro__"}
-    missing = [key for key, found in read.items() if found is _MISSING]
-    kept = {key: found for key, found in read.items() if found is not _MISSING and key[1] != "__mro__"}
-    homes, names, values = [vars(base) for base, _ in kept], [name for _, name in kept], list(kept.values())
-    functions = list(filter(isfunction, values))
-    bases, mros, codes = list(orders), list(orders.values()), list(map(_CODE_OF, functions))
-    have_same_defaults, lack_the_same = _same_defaults(functions), _missing_names(missing, mros)
+    attributes = {key: found for key, found in read.items() if key[1] != "__mro__"}
+    bases, mros = list(orders), list(orders.values())
+    define_the_same = _same_attributes(attributes, {base for mro in mros for base in mro})
+    have_same_code = _same_functions(list(filter(isfunction, attributes.values())))
 
     def are_same(_: Any) -> bool:
-        try:
-            if list(map(operator.getitem, homes, names)) != values:
-                return False
-        except KeyError:
-            return False
-        same = list(map(_CODE_OF, functions)) == codes and list(map(_MRO_OF, bases)) == mros
-        return same and have_same_defaults() and lack_the_same()
+        return list(map(_MRO_OF, bases)) == mros and define_the_same() and have_same_code()
 
-    told = f"classes define the same {sorted({name for _, name in (*kept, *missing)})}"
+    told = f"classes define the same {sorted({name for _, name in attributes})}"
     builder.guard_manager.root.add_lambda_guard(
         are_same, guards.get_verbose_code_parts([told], guard), guard.user_stack
     )
 
 
-def _missing_names(missing: list[tuple[type, str]], mros: list[tuple[type, ...]]) -> Callable[[], bool]:
-    """Return a function that is True while classes lack these names, and have no new special methods.
+def _same_attributes(read: dict[tuple[type, str], Any], bases: set[type]) -> Callable[[], bool]:
+    """Return a function that is True while classes define these attributes, and no new special methods.
 
-    While a class has the same names in the same order, they are not looked up one by one.
+    It looks up the attributes only if the version of a class's dict has changed.
     """
-    special = {base: _special_names(base) for mro in mros for base in mro if _is_users(base, "__call__")}
-    homes = [vars(base) for base in {base: None for base, _ in missing} | special]
-    known = list(map(list, homes))
+    special = {base: _special_names(base) for base in bases if _is_users(base, "__call__")}
+    # vars() of a class is a proxy, whose only referent is the dict of the class
+    dicts = gc.get_referents(*map(vars, {base: None for base, _ in read} | special))
+    known: list[int] = []
 
-    def lack_the_same() -> bool:
+    def define_the_same() -> bool:
         nonlocal known
-        now = list(map(list, homes))
-        if now == known:
+        versions = list(map(dict_version, dicts))
+        if versions == known:
             return True
-        if any(name in vars(base) for base, name in missing):
+        if any(vars(base).get(name, _MISSING) is not found for (base, name), found in read.items()):
             return False
         if any(_special_names(base) != names for base, names in special.items()):
             return False
-        known = now
+        known = versions
         return True
 
-    return lack_the_same
+    return define_the_same
 
 
-def _same_defaults(functions: list[Any]) -> Callable[[], bool]:
-    """Return a function that is True while these functions have the same default arguments."""
-    held = [list(map(get, functions)) for get in _DEFAULTS_OF]
-    keywords = [(named, objects(named)) for named in held[1] if named]  # a dict may change in place
+def _same_functions(functions: list[FunctionType]) -> Callable[[], bool]:
+    """Return a function that is True while these functions have the same code and default arguments."""
+    codes, defaults = list(map(_CODE_OF, functions)), list(map(_DEFAULTS_OF, functions))
+    without_keywords = [function for function in functions if not function.__kwdefaults__]
+    keywords = [(of, objects(of.__kwdefaults__)) for of in functions if of.__kwdefaults__]
 
     def are_same() -> bool:
-        now = (map(get, functions) for get in _DEFAULTS_OF)
-        same = all(all(map(operator.is_, some, others)) for some, others in zip(now, held, strict=True))
-        return same and all(are_the_same(objects(named), known) for named, known in keywords)
+        if list(map(_CODE_OF, functions)) != codes or any(map(_KEYWORDS_OF, without_keywords)):
+            return False
+        return all(map(operator.is_, map(_DEFAULTS_OF, functions), defaults)) and all(
+            are_the_same(objects(of.__kwdefaults__ or {}), known) for of, known in keywords
+        )
 
     return are_same
