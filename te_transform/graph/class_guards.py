@@ -5,7 +5,6 @@ Each graph has one such guard, since all objects of a class share the class.
 
 from __future__ import annotations
 
-import functools
 import gc
 import operator
 import sys
@@ -15,11 +14,10 @@ from types import FunctionType
 from typing import Any
 
 from torch._C._dynamo.guards import dict_version
-from torch._dynamo import guards
-from torch._dynamo.source import GlobalStateSource
-from torch._guards import Guard, TracingContext
+from torch._guards import Guard
 
 from te_transform.graph.content import are_the_same, objects
+from te_transform.graph.lambda_guards import add_guard, notes_of_capture
 
 _MISSING = object()
 _CODE_OF, _MRO_OF = operator.attrgetter("__code__"), operator.attrgetter("__mro__")
@@ -36,7 +34,7 @@ def _guard_definition(mro: tuple[type, ...], name: str) -> None:
     home = next((home for home, base in enumerate(mro) if name in vars(base)), None)
     if home is None or not _is_users(mro[home], name):
         return  # an attribute of the object, such as a parameter
-    read = _classes_read()
+    read = _attributes_read()
     read.update({(base, name): _MISSING for base in mro[:home]})
     if hasattr(type(found := vars(mro[home])[name]), "__get__"):  # dynamo guards values itself
         read[mro[home], name] = found
@@ -47,7 +45,7 @@ def guard_missing_name(held: Any, name: str) -> bool:
     mro = classes_of(held)
     if any(name in vars(base) for base in mro):
         return False
-    read = _classes_read()
+    read = _attributes_read()
     read[mro[0], "__mro__"] = mro[0].__mro__
     read.update({(base, name): _MISSING for base in mro if base.__module__ != "builtins"})
     return True
@@ -55,7 +53,7 @@ def guard_missing_name(held: Any, name: str) -> bool:
 
 def guard_special_methods(held: Any) -> None:
     """Guard the methods that Python and nn.Module look up implicitly: `__len__`, `__call__`, `forward`."""
-    read, mro = _classes_read(), classes_of(held)
+    read, mro = _attributes_read(), classes_of(held)
     if (mro[0], "__mro__") in read or not _is_users(mro[0], "forward"):
         return
     read[mro[0], "__mro__"] = mro[0].__mro__
@@ -84,23 +82,21 @@ def _is_users(base: type, name: str) -> bool:
     return package not in sys.stdlib_module_names and (package != "torch" or name == "forward")
 
 
-def _classes_read() -> dict[tuple[type, str], Any]:
-    """Return the class attributes that the capture has read, and install their guard at the first call."""
-    installed = TracingContext.get().guards_context.dynamo_guards
-    read: dict[tuple[type, str], Any] | None = vars(installed).get("_te_transform_classes")
-    if read is None:
-        read = vars(installed)["_te_transform_classes"] = {}
-        installed.add(GlobalStateSource().make_guard(functools.partial(_same_classes, read=read)))
-    return read
+class _Read(dict[tuple[type, str], Any]):
+    """The attributes of classes that a capture has read, with their values; _MISSING if there is none."""
 
 
-def _same_classes(builder: Any, guard: Guard, read: dict[tuple[type, str], Any]) -> None:
-    """Build the guard for class attributes after `read` is complete.
+def _attributes_read() -> _Read:
+    return notes_of_capture(_Read, _same_classes)
+
+
+def _same_classes(builder: Any, guard: Guard, notes: _Read) -> None:
+    """Build the guard for class attributes after all were read.
 
     Built-in functions loop over classes and functions, because each call runs the guard.
     """
-    orders = {base: found for (base, name), found in read.items() if name == "__mro__"}
-    attributes = {key: found for key, found in read.items() if key[1] != "__mro__"}
+    orders = {base: found for (base, name), found in notes.items() if name == "__mro__"}
+    attributes = {key: found for key, found in notes.items() if key[1] != "__mro__"}
     bases, mros = list(orders), list(orders.values())
     define_the_same = _same_attributes(attributes, {base for mro in mros for base in mro})
     have_same_code = _same_functions(list(filter(isfunction, attributes.values())))
@@ -109,9 +105,7 @@ def _same_classes(builder: Any, guard: Guard, read: dict[tuple[type, str], Any])
         return list(map(_MRO_OF, bases)) == mros and define_the_same() and have_same_code()
 
     told = f"classes define the same {sorted({name for _, name in attributes})}"
-    builder.guard_manager.root.add_lambda_guard(
-        are_same, guards.get_verbose_code_parts([told], guard), guard.user_stack
-    )
+    add_guard(builder.guard_manager.root, guard, are_same, told)
 
 
 def _same_attributes(read: dict[tuple[type, str], Any], bases: set[type]) -> Callable[[], bool]:

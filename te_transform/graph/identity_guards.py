@@ -7,17 +7,15 @@ changes.
 
 from __future__ import annotations
 
-import functools
 import types
 from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
-from torch._dynamo.source import GlobalStateSource
 from torch._dynamo.variables.base import VariableTracker
-from torch._guards import Guard, Source, TracingContext
+from torch._guards import Guard, Source
 
-from te_transform.graph.root_guard import guard_at_root, value_of
+from te_transform.graph.lambda_guards import guard_at_root, notes_of_capture, value_of
 
 # Dynamo guards the identity or the value of such objects, with other guards. Built-in functions are constant.
 _GUARDED = (
@@ -49,34 +47,28 @@ def _class_of(variable: VariableTracker) -> Any:
 
 def guard_identity(*sources: Source | None) -> None:
     """Guard which of the objects behind these sources, and behind all earlier ones, are the same."""
-    _noted_comparisons().sources.update((source, None) for source in sources if source is not None)
+    _compared_objects().sources.update((source, None) for source in sources if source is not None)
 
 
 def note_tracked(variable: VariableTracker) -> None:
     """Note an object that the capture may change."""
     if variable.source is not None:
-        _noted_comparisons().tracked.append(variable)
+        _compared_objects().tracked.append(variable)
 
 
 def guard_changed(variable: VariableTracker) -> None:
     """Guard that an object which the capture changes stays different from others of its class."""
     if variable.source is not None:
-        _noted_comparisons().changed.add(_class_of(variable))
+        _compared_objects().changed.add(_class_of(variable))
 
 
-def _noted_comparisons() -> _Compared:
-    """Return what the capture has compared, and install the guard at the first call."""
-    installed = TracingContext.get().guards_context.dynamo_guards
-    compared: _Compared | None = vars(installed).get("_te_transform_compared")
-    if compared is None:
-        compared = vars(installed)["_te_transform_compared"] = _Compared()
-        installed.add(GlobalStateSource().make_guard(functools.partial(_same_objects, compared=compared)))
-    return compared
+def _compared_objects() -> _Compared:
+    return notes_of_capture(_Compared, _same_objects)
 
 
-def _same_objects(builder: Any, guard: Guard, compared: _Compared) -> None:
+def _same_objects(builder: Any, guard: Guard, notes: _Compared) -> None:
     """Build the guard after all objects were compared."""
-    names = compared.names(builder)
+    names = notes.names(builder)
     if len(names) > 1:
         guard_at_root(builder, guard, f"({', '.join(names)})", _firsts, f"places of {len(names)} objects")
 

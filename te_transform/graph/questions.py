@@ -20,7 +20,6 @@ import dataclasses
 import enum
 import functools
 import inspect
-import math
 import operator
 import random
 from collections.abc import Callable, Hashable, Iterator, Mapping
@@ -63,7 +62,7 @@ from te_transform.graph.class_guards import (
     guard_special_methods,
 )
 from te_transform.graph.identity_guards import guard_changed, guard_identity, note_tracked
-from te_transform.graph.root_guard import description, guard_at_root
+from te_transform.graph.lambda_guards import add_guard, description, guard_at_root
 
 _IS_2_13 = hasattr(variables, "object_protocol")  # PyTorch 2.13 or later
 _COMPARED = frozenset((bool, int, float, complex, str, bytes, type(None)))  # keys that == compares
@@ -145,9 +144,7 @@ def _same_answer(builder: Any, guard: Guard, ask: Ask) -> None:
         guard_at_root(builder, guard, guard.name, ask, told)
         return
     answer = ask(builder.get(guard))
-    manager.add_lambda_guard(
-        lambda held: ask(held) == answer, description(told, answer, guard), guard.user_stack
-    )
+    add_guard(manager, guard, lambda held: ask(held) == answer, description(told, answer))
 
 
 def _guard_missing_key(builder: Any, guard: Guard, ask: Any) -> bool:
@@ -167,9 +164,8 @@ def _guard_missing_key(builder: Any, guard: Guard, ask: Any) -> bool:
 def _same_answer_of_process(builder: Any, guard: Guard, ask: Ask) -> None:
     """Build the guard for a question about the process."""
     answer = ask(None)
-    builder.guard_manager.root.add_lambda_guard(
-        lambda _: ask(None) == answer, description(_question(ask, ""), answer, guard), guard.user_stack
-    )
+    told = description(_question(ask, ""), answer)
+    add_guard(builder.guard_manager.root, guard, lambda _: ask(None) == answer, told)
 
 
 def _question(ask: Any, name: str) -> str:
@@ -258,17 +254,9 @@ def _keys_in_order(held: Any) -> Hashable:
     return keys if is_plain else tuple(map(hash, keys)), types
 
 
-def _numbers(held: Any) -> tuple[Hashable, ...]:
-    """Return the types of the numbers in a value, and the signs of its zeros.
-
-    1 == 1.0 == True, and 0.0 == -0.0, but 1 / x differs.
-    """
-    if isinstance(held, (tuple, frozenset)):
-        return tuple(number for each in held for number in _numbers(each))
-    if type(held) not in (bool, int, float, complex):
-        return ()
-    signs = (math.copysign(1.0, part) for part in (held.real, held.imag) if part == 0.0)
-    return (type(held), *signs)
+def _text(held: Any) -> Hashable:
+    """Return text that differs for 1, 1.0 and True, and for 0.0 and -0.0, which are equal."""
+    return frozenset(map(repr, held)) if isinstance(held, frozenset) else repr(held)
 
 
 # The patches of dynamo's trackers
@@ -578,9 +566,8 @@ def _guard_polyfill(self: Any, tx: Any, args: Any, kwargs: Any) -> None:
 def _guard_numbers(self: Any, guard: Guard, *_: Any, **__: Any) -> None:
     """Guard the signs of zeros, and the types of numbers in a tuple. EQUALS_MATCH guards the value's type."""
     held = self.get(guard)
-    is_zero = isinstance(held, (float, complex)) and 0.0 in (held.real, held.imag)
-    if is_zero or (isinstance(held, (tuple, frozenset)) and _numbers(held)):
-        _same_answer(self, guard, _numbers)
+    if isinstance(held, (complex, tuple, frozenset)) or (isinstance(held, float) and held == 0.0):
+        _same_answer(self, guard, _text)
 
 
 def _guard_no_hooks(own: Callable[..., Any]) -> Callable[..., Any]:
@@ -600,7 +587,7 @@ def _guard_no_hooks(own: Callable[..., Any]) -> Callable[..., Any]:
         manager = self.get_guard_manager_from_source(module).get_generic_dict_manager(
             f"{module.name}.__dict__", attributes, guards.GuardManagerType.GUARD_MANAGER
         )
-        manager.add_lambda_guard(_has_no_hooks, guards.get_verbose_code_parts(told, guard), guard.user_stack)
+        add_guard(manager, guard, _has_no_hooks, told)
 
     return guard_hooks
 
