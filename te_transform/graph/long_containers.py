@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
-from unittest.mock import patch
 
 from torch._dynamo.exc import unimplemented
 from torch._dynamo.side_effects import SideEffects
@@ -25,7 +24,7 @@ from torch._dynamo.variables.builder import VariableBuilder
 from torch._dynamo.variables.dicts import ConstDictVariable
 from torch._guards import Source
 
-from te_transform.graph.questions import call_before
+from te_transform.graph.dynamo_patches import call_before, patched
 
 MOST_ELEMENTS = 2**10
 _OF_ELEMENTS = (ConstDictKeySource, DictGetItemSource, GetItemSource, NonSerializableSetGetItemSource)
@@ -41,13 +40,12 @@ def bounded_containers() -> Iterator[None]:
             read[source.base].add(source)
             _check(len(read[source.base]))
 
-    with ExitStack() as patches:
-        for home, name, check in (
-            (VariableBuilder, "_wrap", count_elements),
-            (SideEffects, "mutation", _check_changed),
-            (ConstDictVariable, "install_dict_keys_match_guard", _check_keys),
-        ):
-            patches.enter_context(patch.object(home, name, call_before(check)(getattr(home, name))))
+    checks = (
+        (VariableBuilder, "_wrap", count_elements),
+        (SideEffects, "mutation", _check_changed),
+        (ConstDictVariable, "install_dict_keys_match_guard", _check_keys),
+    )
+    with patched((home, name, call_before(check)) for home, name, check in checks):
         yield
 
 

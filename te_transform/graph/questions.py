@@ -23,7 +23,7 @@ import inspect
 import operator
 import random
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from types import MemberDescriptorType
 from typing import Any
 from unittest.mock import patch
@@ -61,6 +61,7 @@ from te_transform.graph.class_guards import (
     guard_missing_name,
     guard_special_methods,
 )
+from te_transform.graph.dynamo_patches import Patch, call_after, call_before, patched
 from te_transform.graph.identity_guards import guard_changed, guard_identity, note_tracked
 from te_transform.graph.lambda_guards import add_guard, description, guard_at_root
 
@@ -87,26 +88,24 @@ def guard_questions() -> Iterator[None]:
     """Add a guard for every question that dynamo folds while it traces in this context."""
     if _IS_2_13:
         variables.object_protocol._get_cached_slots.cache_clear()  # classes may have other methods by now
-    with ExitStack() as patches:
-        for home, name, wrap in _patches():
-            patches.enter_context(patch.object(home, name, wrap(getattr(home, name))))
+    with patched(_patches()):
         yield
 
 
 def _guard(variable: VariableTracker, ask: Ask) -> None:
     """Guard the answer of `ask` for the object behind `variable`, if the variable has a source."""
     if variable.source is not None:
-        _install(variable.source, _same_answer, ask)
+        _install(variable.source, ask)
 
 
 def _guard_process(
     function: Callable[..., Any], arguments: tuple[Any, ...] = (), named: tuple[tuple[str, Any], ...] = ()
 ) -> None:
     ask = functools.partial(_process_says, function=function, arguments=arguments, named=named)
-    _install(GlobalStateSource(), _same_answer_of_process, ask)
+    _install(GlobalStateSource(), ask)
 
 
-def _install(source: Source, build: Callable[..., None], ask: Ask) -> None:
+def _install(source: Source, ask: Ask) -> None:
     """Add a guard, once for each question.
 
     Dynamo's install_guard() omits guards on objects in modules of Python's standard library, such as
@@ -119,7 +118,7 @@ def _install(source: Source, build: Callable[..., None], ask: Ask) -> None:
     question = source.name, getattr(ask, "func", ask), *((type(value), value) for value in values)
     if question not in asked:
         asked.add(question)
-        installed.add(source.make_guard(functools.partial(build, ask=ask)))
+        installed.add(source.make_guard(functools.partial(_same_answer, ask=ask)))
 
 
 def _without_skips(source: Source) -> Source:
@@ -137,19 +136,20 @@ def _same_answer(builder: Any, guard: Guard, ask: Ask) -> None:
     Dynamo's own guards for missing keys are faster. The manager of a dict whose order of keys is guarded
     takes no other guard. The root takes it there.
     """
-    if _guard_missing_key(builder, guard, ask):
+    held = builder.get(guard) if guard.name else None  # a question about the process has no object
+    if _guard_missing_key(builder, guard, held, ask):
         return
     manager, told = builder.get_guard_manager(guard), _question(ask, guard.name)
     if isinstance(manager, guards.DictGuardManager):
         guard_at_root(builder, guard, guard.name, ask, told)
         return
-    answer = ask(builder.get(guard))
+    answer = ask(held)
     add_guard(manager, guard, lambda held: ask(held) == answer, description(told, answer))
 
 
-def _guard_missing_key(builder: Any, guard: Guard, ask: Any) -> bool:
+def _guard_missing_key(builder: Any, guard: Guard, held: Any, ask: Any) -> bool:
     """Build dynamo's guard for a key that a dict lacks. Return False if the question is another one."""
-    asked, held = getattr(ask, "func", None), builder.get(guard)
+    asked = getattr(ask, "func", None)
     home = _own_dict(held) if asked is _holds_name else held if asked is _holds_key else None
     if type(home) is not dict or (key := ask.keywords["key"]) in home:
         return False
@@ -159,13 +159,6 @@ def _guard_missing_key(builder: Any, guard: Guard, ask: Any) -> bool:
     told = guards.get_verbose_code_parts(f"not ___dict_contains({key!r}, {guard.name})", guard)
     builder.get_guard_manager(guard).add_dict_contains_guard(False, key, told, guard.user_stack)
     return True
-
-
-def _same_answer_of_process(builder: Any, guard: Guard, ask: Ask) -> None:
-    """Build the guard for a question about the process."""
-    answer = ask(None)
-    told = description(_question(ask, ""), answer)
-    add_guard(builder.guard_manager.root, guard, lambda _: ask(None) == answer, told)
 
 
 def _question(ask: Any, name: str) -> str:
@@ -254,7 +247,7 @@ def _keys_in_order(held: Any) -> Hashable:
     return keys if is_plain else tuple(map(hash, keys)), types
 
 
-def _text(held: Any) -> Hashable:
+def _exact_text(held: Any) -> Hashable:
     """Return text that differs for 1, 1.0 and True, and for 0.0 and -0.0, which are equal."""
     return frozenset(map(repr, held)) if isinstance(held, frozenset) else repr(held)
 
@@ -262,8 +255,8 @@ def _text(held: Any) -> Hashable:
 # The patches of dynamo's trackers
 
 
-def _patches() -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
-    """Yield each dynamo method that answers questions: its class, its name, and its wrapper."""
+def _patches() -> Iterator[Patch]:
+    """Yield the dynamo methods that answer questions, with their wrappers."""
     for tracker in _subclasses(VariableTracker):
         for name in ("var_getattr", "generic_getattr"):
             if name in vars(tracker):
@@ -276,14 +269,14 @@ def _patches() -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
     for tracker in (*_subclasses(dicts.ConstDictVariable), *_subclasses(SetVariable)):
         for name in of_all:
             if name in vars(tracker):
-                yield tracker, name, _call_after(_guard_all_items)
+                yield tracker, name, call_after(_guard_all_items)
     yield dicts.ConstDictVariable, "install_dict_keys_match_guard", call_before(_guard_order)
     yield dicts.ConstDictVariable, "install_dict_contains_guard", call_before(_guard_made_key)
     yield lists.CommonListMethodsVariable, "call_method", call_before(_guard_list_method)
     yield builder.VariableBuilder, "_wrap", _length_limit
     yield builder.VariableBuilder, "wrap_listlike", _lists_in_tuples
-    yield UserDefinedClassVariable, "__init__", _call_after(_guard_class)
-    yield UserDefinedObjectVariable, "__init__", _call_after(_guard_class)
+    yield UserDefinedClassVariable, "__init__", call_after(_guard_class)
+    yield UserDefinedObjectVariable, "__init__", call_after(_guard_class)
     for tracker in (misc.PythonModuleVariable, *_subclasses(functions.BaseUserFunctionVariable)):
         if "call_obj_hasattr" in vars(tracker):
             yield tracker, "call_obj_hasattr", call_before(_guard_hasattr)
@@ -293,7 +286,7 @@ def _patches() -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
     yield misc.RandomVariable, "call_method", call_before(_guard_random_state)
     yield from _identity_patches()
     yield SetVariable, "call_method", _set_method
-    yield guards.GuardBuilder, "EQUALS_MATCH", _call_after(_guard_numbers)
+    yield guards.GuardBuilder, "EQUALS_MATCH", call_after(_guard_numbers)
     yield guards.GuardBuilder, "EMPTY_NN_MODULE_HOOKS_DICT", _guard_no_hooks
     yield misc.GetAttrVariable, "call_method", call_before(_guard_dict_method)
     if "call_method" in vars(DefaultDictVariable):  # later versions call _missing_impl
@@ -303,51 +296,22 @@ def _patches() -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
         yield dicts.DunderDictVariable, "install_dict_keys_match_guard", _names_in_dict
 
 
-def _identity_patches() -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
+def _identity_patches() -> Iterator[Patch]:
     """Yield the methods that take two objects for one, or for two."""
     yield BuiltinVariable, "call_function", call_before(_guard_builtin)
     yield BuiltinVariable, "call_function", _asked_of_classes
     if _IS_2_13:
         yield variables.object_protocol, "vt_identity_compare", call_before(_guard_compared)
-        yield variables.hashable.HashableTracker, "__init__", _call_after(_guard_hashed)
+        yield variables.hashable.HashableTracker, "__init__", call_after(_guard_hashed)
     else:
         yield UserDefinedObjectVariable, "is_python_equal", call_before(_guard_compared)
         yield UserDefinedObjectVariable, "call_method", call_before(_guard_eq)
-        yield dicts.ConstDictVariable._HashableTracker, "__init__", _call_after(_guard_hashed)
+        yield dicts.ConstDictVariable._HashableTracker, "__init__", call_after(_guard_hashed)
     yield builder, "make_dupe_guard", _one_object_in_two_places
     for name in ("_track_obj", "track_mutable"):
         yield SideEffects, name, call_before(_note_tracked)
     yield SideEffects, "mutation", call_before(_guard_mutation)
     yield SideEffects, "store_attr", call_before(_guard_mutation)
-
-
-def call_before(act: Callable[..., None]) -> Callable[[Any], Any]:
-    """Return a wrapper of a method that first calls `act` with the method's arguments."""
-
-    def wrap(own: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(own)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            act(*args, **kwargs)
-            return own(*args, **kwargs)
-
-        return call
-
-    return wrap
-
-
-def _call_after(act: Callable[..., None]) -> Callable[[Any], Any]:
-    """Return a wrapper of a method that calls `act` with the method's arguments once the method returns."""
-
-    def wrap(own: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(own)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            found = own(*args, **kwargs)
-            act(*args, **kwargs)
-            return found
-
-        return call
-
-    return wrap
 
 
 def _subclasses(tracker: type) -> Iterator[type]:
@@ -412,7 +376,7 @@ def _guard_attribute(variable: VariableTracker, name: str) -> None:
     _guard(variable, functools.partial(_holds_name, key=name))
     for home in homes:
         if home != "__dict__":
-            _install(AttrSource(source, home), _same_answer, functools.partial(_holds_key, key=name))
+            _install(AttrSource(source, home), functools.partial(_holds_key, key=name))
 
 
 def _guard_getattr_method(self: Any, _: Any, args: Any, kwargs: Any) -> None:
@@ -567,7 +531,7 @@ def _guard_numbers(self: Any, guard: Guard, *_: Any, **__: Any) -> None:
     """Guard the signs of zeros, and the types of numbers in a tuple. EQUALS_MATCH guards the value's type."""
     held = self.get(guard)
     if isinstance(held, (complex, tuple, frozenset)) or (isinstance(held, float) and held == 0.0):
-        _same_answer(self, guard, _text)
+        _same_answer(self, guard, _exact_text)
 
 
 def _guard_no_hooks(own: Callable[..., Any]) -> Callable[..., Any]:

@@ -18,6 +18,8 @@ from torch._dynamo.variables.functions import SkipFunctionVariable, UserFunction
 from torch._dynamo.variables.misc import DebuggingVariable
 from torch.nn.modules import transformer
 
+from te_transform.graph.dynamo_patches import patched
+
 _ASKS = (
     "nn.TransformerEncoder and Decoder read a mask to check if it is causal, on which their result depends; "
     "pass is_causal, or tgt_is_causal to a decoder"
@@ -33,18 +35,16 @@ def traceable_forms() -> Iterator[None]:
     rules, compare = trace_rules.get_torch_obj_rule_map(), symbolic_convert.compare_op_handlers
     forms = {transformer._detect_is_causal_mask: _CausalMask, warnings.warn: _Warning}
     before, less = {key: rules[key] for key in forms if key in rules}, compare["<"]
-    item = TensorVariable.method_item
     try:
         rules.update(forms)
         compare["<"] = _compared(less)
-        TensorVariable.method_item = _fold_item(item)
-        yield
+        with patched([(TensorVariable, "method_item", _fold_item)]):
+            yield
     finally:
         for key in forms:
             rules.pop(key, None)
         rules.update(before)
         compare["<"] = less
-        TensorVariable.method_item = item
 
 
 class _CausalMask(UserFunctionVariable):

@@ -1,0 +1,49 @@
+"""Wrappers of dynamo's functions, for the time of a capture."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+Patch = tuple[Any, str, Callable[[Any], Any]]  # a class or module, the name of its function, and the wrapper
+
+
+@contextmanager
+def patched(patches: Iterable[Patch]) -> Iterator[None]:
+    """Wrap these functions in this context. Of two wrappers of one function, the later calls the earlier."""
+    with ExitStack() as applied:
+        for home, name, wrap in patches:
+            applied.enter_context(patch.object(home, name, wrap(getattr(home, name))))
+        yield
+
+
+def call_before(act: Callable[..., None]) -> Callable[[Any], Any]:
+    """Return a wrapper of a method that first calls `act` with the method's arguments."""
+
+    def wrap(own: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(own)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            act(*args, **kwargs)
+            return own(*args, **kwargs)
+
+        return call
+
+    return wrap
+
+
+def call_after(act: Callable[..., None]) -> Callable[[Any], Any]:
+    """Return a wrapper of a method that calls `act` with the method's arguments once the method returns."""
+
+    def wrap(own: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(own)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            found = own(*args, **kwargs)
+            act(*args, **kwargs)
+            return found
+
+        return call
+
+    return wrap
