@@ -828,7 +828,7 @@ def test_an_internal_error_of_dynamo_is_a_reason(monkeypatch: pytest.MonkeyPatch
     def fail(*_: Any, **__: Any) -> None:
         raise AssertionError("no guard can be built")
 
-    monkeypatch.setattr(questions, "_same_answer_of_process", fail)
+    monkeypatch.setattr(questions, "_same_answer", fail)
     model, x = OfDefaultDtype(8, 8), torch.randn(2, 8)
     converted = te_transform.convert(model, x)
     assert torch.equal(converted(x), model(x))
