@@ -107,6 +107,22 @@ def paths(model: nn.Module) -> list[str]:
     return [site.path for graph in runner_of(model).graphs for site in graph.plan.sites]
 
 
+class RepeatsItsMLP(Block):
+    """Its MLP is under a checkpoint in training."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.norm(x)
+        return x + (checkpoint(self.mlp, hidden, use_reentrant=False) if self.training else self.mlp(hidden))
+
+
+class InsideBlocks(Unchecked):
+    """Checkpoints inside of its blocks."""
+
+    def __init__(self):
+        super().__init__()
+        self.backbone.layers = nn.ModuleList(RepeatsItsMLP() for _ in range(2))
+
+
 @contextmanager
 def nothing_traced() -> Iterator[None]:
     before = counters["frames"]["total"]
@@ -211,3 +227,18 @@ def test_fsdp_gives_the_same_losses_and_gradients(head: bool) -> None:
             own.grad = sharded.grad = None
     assert "mlp" in paths(model)
     assert paths(model).count("head") == (1 if head else 2)  # one is of the conversion, as a whole
+
+
+@pytest.mark.usefixtures("process_group")
+def test_fsdp_of_blocks_that_were_cut_in_the_conversion() -> None:
+    """FSDP2 derives its classes from those of the captured blocks."""
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = torch.distributed.init_device_mesh("cpu", (1,))
+    pair = Pair.of(InsideBlocks)
+    for module in (*pair.converted.backbone.layers, pair.converted):
+        fully_shard(module, mesh=mesh)
+    for mode in (True, False, True):
+        losses = [trained(each.train(mode), X.clone())["loss"] for each in pair.models]
+        torch.testing.assert_close(losses[1], losses[0])
+    assert "mlp" in paths(pair.converted)  # of the evaluation

@@ -172,12 +172,15 @@ _ORIGINALS: dict[type, type] = {}
 def captured_class(kind: type, skipped: frozenset[str] = frozenset()) -> type:
     """Return the subclass of `kind` that runs the captured forward.
 
-    Each class and set of skipped paths has one subclass, so instances share captured code.
+    Each class and set of skipped paths has one subclass, so instances share captured code. A class that
+    others derived from such a subclass, as FSDP2 does, runs the captured forward already.
 
     Raises:
         ModelError: the class cannot be subclassed.
     """
     kind = _ORIGINALS.get(kind, kind)
+    if made_of(kind) is not kind:
+        return kind
     if (kind, skipped) not in _SUBCLASSES:
         named = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
         try:
