@@ -13,10 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
+from torch.distributed._composable import checkpoint as checkpoint_by_hooks
 from torch.utils.checkpoint import checkpoint
 
 import te_transform
 from te_transform.execution.attach import runner_of
+from te_transform.execution.policy import CHECKPOINTED_BY_HOOKS
 from tests.attacks import WIDTH, Block, Pair, X
 
 LABELS = torch.arange(X.shape[1]).expand(X.shape[:2])
@@ -242,3 +244,17 @@ def test_fsdp_of_blocks_that_were_cut_in_the_conversion() -> None:
         losses = [trained(each.train(mode), X.clone())["loss"] for each in pair.models]
         torch.testing.assert_close(losses[1], losses[0])
     assert "mlp" in paths(pair.converted)  # of the evaluation
+
+
+@pytest.mark.parametrize("part", ["mlp", ""], ids=["inside of blocks", "around blocks"])
+def test_checkpoints_that_hooks_begin_run_the_original(part: str) -> None:
+    """A graph saves other tensors than the modules that such a checkpoint repeats."""
+    pair = Pair.of(Unchecked)
+    for model in pair.models:
+        for layer in model.backbone.layers:
+            checkpoint_by_hooks(layer.get_submodule(part))
+    for mode in (True, False, True):
+        for model in pair.models:
+            model.train(mode)
+        pair.agree(trained)
+    assert CHECKPOINTED_BY_HOOKS in te_transform.report(pair.converted).notes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextvars import ContextVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,6 +49,13 @@ def in_backward() -> bool:
 def saving_hooks() -> bool:
     """Return True if hooks receive the tensors that autograd saves, as in a checkpointed forward."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+
+
+def checkpoint_hooks() -> tuple[Any, Any] | None:
+    """Return the saved-tensor hooks of the innermost non-reentrant checkpoint, or None."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    pack = getattr(hooks and hooks[0], "__qualname__", "")
+    return hooks if pack.startswith("_checkpoint_hook.") else None
 
 
 def transformed() -> bool:

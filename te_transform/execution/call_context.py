@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from te_transform.backends.tracing import in_backward, recorded, saving_hooks, transformed
+from te_transform.backends.tracing import checkpoint_hooks, in_backward, recorded, saving_hooks, transformed
 from te_transform.execution.classes import ModuleRole, Role
 from te_transform.execution.modes import is_dispatch_mode_on, is_foreign_mode_on, is_graph_mode_on
 
@@ -107,6 +107,7 @@ class ModuleCall(CallContext):
         options: of the conversion.
         division: of the parameters among ranks.
         trial: the trial that times this call, or None.
+        checkpoint: the hooks of a checkpoint around the call, or None.
     """
 
     def __init__(
@@ -122,6 +123,7 @@ class ModuleCall(CallContext):
         self.options: Any = None
         self.division: Any = None
         self.trial: Any = None
+        self.checkpoint = checkpoint_hooks()
 
     @property
     def is_block(self) -> bool:

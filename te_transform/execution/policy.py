@@ -30,6 +30,12 @@ CHECKPOINTED_INSIDE = (
     "blocks run the user's own code"
 )
 
+CHECKPOINTED_BY_HOOKS = (
+    "hooks of modules inside the forward begin an activation checkpoint, which would repeat these modules "
+    "without their graphs: with such checkpoints, the forward runs the user's own code; wrap whole blocks by "
+    "checkpoint_wrapper() instead"
+)
+
 NESTED_MODEL = (
     "nn.TransformerEncoder skips padded tokens and returns zeros for them, but not if it is traced: "
     "evaluation runs the user's own code"
@@ -104,6 +110,12 @@ class CapturePolicy:
         if self.cut is Cut.BLOCKS_AND_HEAD:  # the checkpoint is around the head
             self.cut = Cut.BLOCKS
         return ""
+
+    def after_hooks(self, kind: type) -> str:
+        """Note a checkpoint that hooks began in the forward of `kind`. Return why no graph runs."""
+        self.skip_this_call.add(kind)
+        self.skip_this_mode.add(kind)
+        return CHECKPOINTED_BY_HOOKS
 
     def after_nested(self, kind: type) -> str:
         """Note layers of nn.TransformerEncoder in a graph of `kind`. Return why no graph runs."""

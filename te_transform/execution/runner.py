@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 from te_transform.backends.fp8 import gradient_sums
 from te_transform.backends.fp8.precision import Precision
 from te_transform.backends.ranks import is_sharded
-from te_transform.backends.tracing import in_backward
+from te_transform.backends.tracing import checkpoint_hooks, in_backward
 from te_transform.execution.blocks import blocks, skipped_inside
 from te_transform.execution.call_context import ModuleCall
 from te_transform.execution.captured_graph import CapturedGraph, Observer
@@ -66,7 +66,7 @@ _GATHERED = (
     "need the recorded addresses: graphs run without CUDA graphs"
 )
 
-_calling: ContextVar[bool] = ContextVar("_calling", default=False)  # True in a call of a converted model
+_calling: ContextVar[ModuleCall | None] = ContextVar("_calling", default=None)  # the innermost call
 
 
 class Runner:
@@ -107,12 +107,12 @@ class Runner:
         self, role: ModuleRole, forward: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict
     ) -> Any:
         """Run a call of the model, a part or a block. `forward` is the forward of the user's class."""
-        if role.kind is Role.PART and _calling.get():
+        if role.kind is Role.PART and _calling.get() is not None:
             return forward(module, *args, **kwargs)
         call, extension = ModuleCall(role, module, forward, args, kwargs), self.extension
         call.options, call.division = self.options, self.division
         self.material.was_called |= call.is_root
-        token, before = _calling.set(True), len(self.graphs)
+        token, before = _calling.set(call), len(self.graphs)
         try:
             with nullcontext() if extension is None else extension.around(call):
                 out = run_gathered(call, partial(self._run, call), self.tell)
@@ -239,6 +239,10 @@ class Runner:
         Raises:
             SkipFrame: to run the user's own code.
         """
+        call = _calling.get()
+        if call is not None and checkpoint_hooks() != call.checkpoint:
+            self.tell(why := self.policy.after_hooks(kind))
+            raise SkipFrame(why)
         if has_checkpoints(captured):
             was = self.policy.cut
             if why := self.policy.after_checkpoint(kind, model):
