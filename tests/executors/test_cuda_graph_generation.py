@@ -121,7 +121,7 @@ def test_changes_between_steps_are_seen(flat: bool, cuda_graphs: Recorder, looks
         nn.utils.vector_to_parameters(nn.utils.parameters_to_vector(parameters), parameters)
     models = te_transform.convert(model, case.sample(), verify=False, graphs=True), model
     token, cache_of = case.sample(seq=1)["input_ids"], partial(StaticCache, config=model.config)
-    caches = [cache_of(max_cache_len=64) for _ in models]
+    caches = [cache_of(max_cache_len=128) for _ in models]
 
     @torch.no_grad()
     def agree(steps: int) -> None:
@@ -137,7 +137,7 @@ def test_changes_between_steps_are_seen(flat: bool, cuda_graphs: Recorder, looks
         before = cuda_graphs["forward"]
         for each in models:
             change(each)
-        agree(7)
+        agree(21)  # copies of joined weights may change their addresses, and each address is recorded
         assert cuda_graphs["forward"] > before, change
 
 
