@@ -814,6 +814,16 @@ def test_the_page_names_arguments_as_the_forward_does(kind: type[nn.Module]) -> 
     assert "linear(input, weight, bias)" in "\n".join(detail(node) for node in some.before.nodes)
 
 
+def test_the_page_takes_any_text_as_the_key_of_an_argument() -> None:
+    class Keyed(Scaled):
+        def forward(self, scales: dict[str, Tensor]) -> Tensor:
+            return self.fc(scales["low\x01"])
+
+    some = te_transform.inspect(Keyed(), [({"low\x01": torch.ones(2, 8)},)])
+    told = "\n".join(detail(node) for node in some.before.nodes)
+    assert r"linear(scales['low\x01'], weight, bias)" in told
+
+
 def test_a_block_has_its_refused_sites(tmp_path: Path) -> None:
     some = te_transform.inspect(Layers(), torch.ones(2, 8))
     sites = [Outcome("linear", f"layers.{place}.fc", "refused", ("it is <odd>",)) for place in (1, 2)]

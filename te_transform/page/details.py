@@ -25,10 +25,8 @@ def argument_text(node: fx.Node) -> str:
 def detail(node: fx.Node) -> str:
     """Describe an operation in lines: name, dtype and shape, module, call, and the model's tensors."""
     name = argument_text(node) if node.op == "placeholder" else node.name
-    call = call_of(node)
-    for source in node.all_input_nodes:
-        if source.op == "placeholder":
-            call = re.sub(rf"\b{source.name}\b", argument_text(source), call)
+    own = {each.name: argument_text(each) for each in node.all_input_nodes if each.op == "placeholder"}
+    call = re.sub(r"\w+", lambda word: own.get(word[0], word[0]), call_of(node))
     tensors = [
         f"{name_in_model(source)}: {described(source)}"
         for source in node.all_input_nodes
