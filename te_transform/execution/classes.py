@@ -172,8 +172,8 @@ _ORIGINALS: dict[type, type] = {}
 def captured_class(kind: type, skipped: frozenset[str] = frozenset()) -> type:
     """Return the subclass of `kind` that runs the captured forward.
 
-    Each class and set of skipped paths has one subclass, so instances share captured code. A class that
-    others derived from such a subclass, as FSDP2 does, runs the captured forward already.
+    Each class and set of skipped paths has one subclass, so instances share captured code. A class
+    derived from such a subclass, as FSDP2 derives one, runs the captured forward already.
 
     Raises:
         ModelError: the class cannot be subclassed.

@@ -135,7 +135,7 @@ class Specialized:
             site: [node.args[place] for place in site.fused.PRODUCTS] for site, node in self.products.items()
         }
         self.trained = {site: _product_has_backward(site, node) for site, node in self.products.items()}
-        masks = [node for node in nodes if isinstance(self._module(node), MaskOp)]
+        masks = self._masks()
         read = {node for held in self.weights.values() for node in held}
         joins = {node for node in nodes if isinstance(self._module(node), Join)}
         self.staying = sorted((read | joins) - {*placeholders})
@@ -147,8 +147,10 @@ class Specialized:
     @cached_property
     def reads_values(self) -> bool:
         """True if a mask depends on the values of tensors. Other masks are the same for equal sizes."""
-        masks = [node for node in self.before.nodes if isinstance(self._module(node), MaskOp)]
-        return any(isinstance(value(read), Tensor) for mask in masks for read in mask.all_input_nodes)
+        return any(isinstance(value(read), Tensor) for mask in self._masks() for read in mask.all_input_nodes)
+
+    def _masks(self) -> list[fx.Node]:
+        return [node for node in self.graph.graph.nodes if isinstance(self._module(node), MaskOp)]
 
     def _module(self, node: fx.Node) -> Any:
         return self.graph.get_submodule(node.target) if node.op == "call_module" else None
