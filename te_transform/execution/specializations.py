@@ -101,7 +101,7 @@ class Specializations:
         self.version, self.make = version, make
         placeholders = [node for node in plan.captured.graph.nodes if node.op == "placeholder"]
         names = [node.name for node in placeholders]
-        self.varies = any(map(_varies, placeholders))
+        self.varying = [place for place, node in enumerate(placeholders) if _varies(node)]
         self.never = _why_never(plan, options)
         seen = written(plan.captured.graph)
         self.writes = [place for place, node in enumerate(placeholders) if node in seen]
@@ -213,9 +213,8 @@ class Specializations:
 
     def sizes(self, arguments: Sequence[Any]) -> tuple[Any, ...]:
         """Return the sizes that dynamo did not guard: numbers, shapes and strides."""
-        if not self.varies:
-            return ()
-        return tuple((a.shape, a.stride()) if isinstance(a, Tensor) else a for a in arguments)
+        varying = (arguments[place] for place in self.varying)
+        return tuple((a.shape, a.stride()) if isinstance(a, Tensor) else a for a in varying)
 
     def _only_in_te(self, recipe: Any) -> str:
         why = f"{type(recipe).__name__} runs only in TE's modules"
@@ -308,7 +307,9 @@ def _why_never(plan: Plan, options: Options) -> str | None:
 
 
 def _varies(placeholder: fx.Node) -> bool:
-    """Return True if the sizes of an argument may differ from the captured sizes."""
+    """Return True if the sizes or strides of an argument may differ from the captured ones."""
     held = value(placeholder)
     sizes = held.shape if isinstance(held, Tensor) else (held,)
+    if isinstance(held, Tensor) and held.layout is torch.strided:
+        sizes = (*sizes, *held.stride())
     return any(isinstance(size, torch.SymInt) for size in sizes)

@@ -52,14 +52,11 @@ def exact(tensor: Tensor) -> Tensor:
 
 def addresses(tensors: Sequence[Tensor]) -> list[Any]:
     """Return the address of each tensor; every call of a graph asks."""
-    if not any(issubclass(kind, FP8Only) for kind in {*map(type, tensors)}):
-        return [*map(Tensor.data_ptr, tensors)]
-    return [
-        (tensor.held.data_ptr(), tensor.inverse.data_ptr())
-        if isinstance(tensor, FP8Only)
-        else tensor.data_ptr()
-        for tensor in tensors
-    ]
+    address = Tensor.data_ptr
+    stored = {kind for kind in {*map(type, tensors)} if issubclass(kind, FP8Only)}
+    if not stored:
+        return [*map(address, tensors)]
+    return [(address(t.held), address(t.inverse)) if type(t) in stored else address(t) for t in tensors]
 
 
 def scale_for(amax: Tensor, largest: float) -> Tensor:
