@@ -14,7 +14,7 @@ from te_transform.execution.attach import attach, detach
 from te_transform.execution.first_calls import FirstGraphs, raises_captured, watched_calls
 from te_transform.execution.runner import Runner
 from te_transform.execution.timing import Timing
-from te_transform.graph.capture import ways_to_call
+from te_transform.graph.fake import ways_to_call
 from te_transform.graph.inputs import Inputs, TraceError, as_inputs
 from te_transform.graph.preserve import one_at_a_time, preserved
 from te_transform.pipeline import PIPELINE
@@ -108,7 +108,7 @@ def _plan_model(model: nn.Module, options: Options, sample: Inputs) -> tuple[Run
             return planned, _dry_call(model, planned, sample, tensors)
         except TraceError as error:
             failed = error
-    with suppress(Exception), preserved(model), tensors(model, sample) as (args, kwargs):
+    with suppress(Exception), preserved(model), tensors(model, sample.clone()) as (args, kwargs):
         model.train()(*args, **kwargs)
         planned.material.notes.append(raises_captured(failed.__cause__ or failed))
         return planned, FirstGraphs()
@@ -120,7 +120,7 @@ def _dry_call(model: nn.Module, planned: Runner, sample: Inputs, tensors: Callab
     with preserved(model), watched_calls(planned, model) as seen:
         attach(model, planned)
         try:
-            with tensors(model, sample) as (args, kwargs):
+            with tensors(model, sample.clone()) as (args, kwargs):
                 seen.name_parameters(model)
                 model.train()(*args, **kwargs)
                 if planned.policy.by_block:  # known only after a first call

@@ -8,8 +8,9 @@ from typing import Any
 from torch import fx, nn
 
 from te_transform.execution.attach import is_divided
-from te_transform.graph.capture import capture, on_fake_tensors
+from te_transform.graph.capture import capture
 from te_transform.graph.edit import name_model_tensors
+from te_transform.graph.fake import faked
 from te_transform.graph.inputs import TraceError, as_inputs
 from te_transform.graph.keywords import suggests
 from te_transform.graph.names import name_as_in
@@ -61,9 +62,10 @@ def trace(model: nn.Module, example_inputs: Any = None, *, train: bool = True) -
         return captured.forward
 
     on_meta = any(parameter.is_meta for parameter in model.parameters())
+    arguments = inputs.clone()
     with preserved(model):
         try:
-            with on_fake_tensors(model, inputs) if on_meta else nullcontext(inputs.clone()) as (args, kwargs):
+            with faked(model, arguments) if on_meta else nullcontext(arguments) as (args, kwargs):
                 capture(type(model).forward, keep)(model.train(train), *args, **kwargs)
         except Exception as error:
             raise TraceError.of(model, inputs, error) from error

@@ -8,7 +8,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from contextvars import ContextVar
 from inspect import signature
 from itertools import count
@@ -30,8 +30,6 @@ from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx._symbolic_trace import is_fx_symbolic_tracing
 
 from te_transform.graph.errors import in_full
-from te_transform.graph.fake import faked
-from te_transform.graph.inputs import Inputs
 from te_transform.graph.long_containers import bounded_containers
 from te_transform.graph.questions import guard_questions
 from te_transform.graph.recompiles import Recompiles, module_in_frame
@@ -317,28 +315,3 @@ def is_compiling_here() -> bool:
     if torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting():
         return True
     return torch.compiler.is_compiling() and CompileContext.try_get() is not None
-
-
-def ways_to_call(model: nn.Module) -> list[Callable[..., AbstractContextManager]]:
-    """Return contexts for a call: on fake tensors, and on real tensors unless a parameter is on meta.
-
-    Fake tensors need no memory. Code that reads values needs real tensors.
-    """
-    on_meta = any(parameter.is_meta for parameter in model.parameters())
-    return [on_fake_tensors] if on_meta else [on_fake_tensors, _on_its_own_tensors]
-
-
-@contextmanager
-def _on_its_own_tensors(model: nn.Module, inputs: Inputs) -> Iterator[tuple[tuple, dict[str, Any]]]:
-    yield inputs.clone()
-
-
-@contextmanager
-def on_fake_tensors(model: nn.Module, inputs: Inputs) -> Iterator[tuple[tuple, dict[str, Any]]]:
-    """Yield the inputs as fake tensors; the model has fake parameters and buffers in this context.
-
-    A forward then computes only shapes and dtypes, without tensor memory. A model on the meta device runs as
-    a model on the CPU.
-    """
-    with faked(model, inputs.clone()) as arguments:
-        yield arguments

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -11,6 +11,15 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._pytree import tree_map_only
+
+
+def ways_to_call(model: nn.Module) -> list[Callable[[nn.Module, Any], AbstractContextManager[Any]]]:
+    """Return contexts for a call: on fake tensors, and on real tensors unless a parameter is on meta.
+
+    Fake tensors need no memory. Code that reads values needs real tensors.
+    """
+    on_meta = any(parameter.is_meta for parameter in model.parameters())
+    return [faked] if on_meta else [faked, lambda model, arguments: nullcontext(arguments)]
 
 
 @contextmanager

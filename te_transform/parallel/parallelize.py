@@ -20,7 +20,8 @@ from te_transform.canonicalize import canonicalize
 from te_transform.execution.attach import runner_of
 from te_transform.execution.distances import distance, rounding
 from te_transform.execution.runner import Runner
-from te_transform.graph.capture import capture, ways_to_call
+from te_transform.graph.capture import capture
+from te_transform.graph.fake import ways_to_call
 from te_transform.graph.inputs import Inputs, TraceError, as_inputs
 from te_transform.graph.keywords import suggests
 from te_transform.graph.names import name_as_in
@@ -193,7 +194,7 @@ def _find_layout(model: nn.Module, sample: Inputs, lay: Callable[[fx.Graph], Sha
     for tensors in ways_to_call(model):
         found = _Found()
         try:
-            with preserved(model), tensors(model, sample) as (args, kwargs):
+            with preserved(model), tensors(model, sample.clone()) as (args, kwargs):
                 names = {id(p): name for name, p in model.named_parameters(remove_duplicate=False)}
                 run = capture(type(model).forward, _laying_out(found, model, names, lay), dynamic=False)
                 run(model.train(), *args, **kwargs)
