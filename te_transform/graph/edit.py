@@ -26,7 +26,7 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._functorch.vmap import vmap_increment_nesting
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.fx.experimental.symbolic_shapes import statically_known_true
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from te_transform.graph import marks, ops
 from te_transform.graph import nodes as node_info
@@ -60,18 +60,33 @@ def number_regions(graph: fx.Graph, barriers: Callable[[fx.Node], bool]) -> None
             node.meta["region"] = region
 
 
-def replace(graph: fx.Graph, nodes: Sequence[fx.Node], target: Callable, args: tuple) -> fx.Node:
-    """Replace `nodes` by one call of `target` with the same value; erase those without other readers.
+def replace(
+    graph: fx.Graph,
+    nodes: Sequence[fx.Node],
+    target: Callable | str,
+    args: tuple,
+    at: fx.Node | None = None,
+) -> fx.Node:
+    """Replace `nodes` by one call with the same value; erase those without other readers.
 
     `nodes[0]` is the root, which is computed last. The new node has the root's metadata.
+
+    Args:
+        target: a function, or the name of a submodule, which the root module may not have yet.
+        at: the node before which the call is inserted, by default the root. A reader of the value may precede
+            the root.
     """
     root = nodes[0]
-    with graph.inserting_before(root):
-        node = graph.call_function(target, concrete(graph, root, args))
+    with graph.inserting_before(at or root):
+        node = graph.create_node(_op_for(target), target, concrete(graph, root, args))
     _inherit_meta(node, nodes)
     replace_uses(root, node)
     erase_unread(graph, nodes)
     return node
+
+
+def _op_for(target: Callable | str) -> str:
+    return "call_module" if isinstance(target, str) else "call_function"
 
 
 def insert(
@@ -121,9 +136,10 @@ def calls_before(graph: fx.Graph, at: fx.Node) -> Callable[..., fx.Node]:
 
 def evaluate(node: fx.Node) -> Any:
     """Evaluate the node on the fake tensors of its arguments."""
-    args, kwargs = fx.node.map_aggregate((node.args, dict(node.kwargs)), _fake_argument)
+    args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), node_info.value)
     # use the mode of the tensors: while dynamo calls a backend, another mode is current
-    mode = next((a.fake_mode for a in _leaves((args, kwargs)) if isinstance(a, FakeTensor)), nullcontext())
+    modes = (held.fake_mode for held in tree_leaves((args, kwargs)) if isinstance(held, FakeTensor))
+    mode = next(modes, nullcontext())
     # with the Python dispatcher, composite C++ ops accept symbolic sizes
     with ExitStack() as stack:
         for context in (unset_fake_temporarily(), mode, torch.no_grad(), enable_python_dispatcher()):
@@ -139,27 +155,13 @@ def _batch_sizes(arguments: Any) -> list[Any]:
     Fake tensors of a finished vmap() are valid only inside a vmap() of the same depth.
     """
     sizes: dict[int, Any] = {}
-    for held in _leaves(arguments):
+    for held in tree_leaves(arguments):
         while isinstance(held, torch.Tensor) and is_functorch_wrapped_tensor(held):
             level, inner = maybe_get_level(held), get_unwrapped(held)
             if is_batchedtensor(held):
                 sizes[level] = inner.shape[maybe_get_bdim(held)]
             held = inner
     return [sizes.get(level, 1) for level in range(1, max(sizes, default=0) + 1)]
-
-
-def _fake_argument(argument: Any) -> Any:
-    return node_info.value(argument) if isinstance(argument, fx.Node) else argument
-
-
-def _leaves(value: Any) -> Iterable[Any]:
-    if isinstance(value, dict):
-        value = tuple(value.values())
-    if isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _leaves(item)
-    else:
-        yield value
 
 
 def concrete(graph: fx.Graph, at: fx.Node, args: Any) -> Any:
@@ -264,7 +266,7 @@ def read_shards(node: fx.Node, args: tuple, target: str | None = None) -> None:
 
 
 def _as_before(node: fx.Node) -> Callable[[torch.Tensor], torch.Tensor]:
-    before = next(held for held in _leaves(node_info.value(node)) if isinstance(held, torch.Tensor))
+    before = next(held for held in tree_leaves(node_info.value(node)) if isinstance(held, torch.Tensor))
     return lambda made: made.detach().requires_grad_(before.requires_grad)
 
 
@@ -326,25 +328,9 @@ def insert_call(
     like: fx.Node,
 ) -> fx.Node:
     """Insert a call of a function or a submodule name before `at`, with the example value of `like`."""
-    op = "call_module" if isinstance(target, str) else "call_function"
     with graph.inserting_before(at):
-        node = graph.create_node(op, target, args, kwargs or {})
+        node = graph.create_node(_op_for(target), target, args, kwargs or {})
     node.meta = {key: like.meta[key] for key in ("example_value", "path") if key in like.meta}
-    return node
-
-
-def call_fused(
-    graph: fx.Graph, nodes: Sequence[fx.Node], name: str, args: tuple, at: fx.Node | None = None
-) -> fx.Node:
-    """Replace `nodes` by a call of the submodule `name`, which the root module may not have yet.
-
-    Insert the call before `at`, if given: a reader of the result may precede `nodes[0]`.
-    """
-    with graph.inserting_before(at or nodes[0]):
-        node = graph.create_node("call_module", name, concrete(graph, nodes[0], args))
-    _inherit_meta(node, nodes)
-    replace_uses(nodes[0], node)
-    erase_unread(graph, nodes)
     return node
 
 

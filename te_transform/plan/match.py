@@ -239,7 +239,7 @@ def _call(
     stem = f"{rules[-1][1]}.{what}".lstrip(".")
     taken = {site.name for site in made.sites}
     name = next(n for n in chain([stem], (f"{stem}_{i}" for i in count(1))) if n not in taken)
-    node = edit.call_fused(made.canonical, nodes, name, args, at)
+    node = edit.replace(made.canonical, nodes, name, args, at)
     node.meta["fused"] = what
     node.meta.pop("merged", None)  # no longer a merged linear without a site
     made.sites.append(Site(rules, fused, node))
