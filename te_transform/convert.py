@@ -33,7 +33,7 @@ from te_transform.graph.errors import in_a_line, in_full
 from te_transform.graph.inputs import InputError, Inputs, TraceError, as_inputs
 from te_transform.graph.keywords import suggests
 from te_transform.graph.preserve import one_at_a_time, same_random
-from te_transform.graph.state_snapshot import noted
+from te_transform.graph.state_snapshot import Noted
 from te_transform.pipeline import PIPELINE
 from te_transform.plan.assign import products_in
 from te_transform.plan.model import CONVERTED, ModelError, check_model, check_module
@@ -299,7 +299,7 @@ def _copy(model: M) -> M:
         with torch.inference_mode(False), torch.no_grad(), same_random(model.parameters()):
             return copy.deepcopy(model)
     except Exception as error:
-        unsaved = "".join(f" ({why})" for why in noted(model).unsaved())
+        unsaved = "".join(f" ({why})" for why in Noted(model).unsaved())
         raise ModelError(
             "expected a model that can be copied, to leave the original unchanged, got a "
             f"{type(model).__name__} that cannot ({in_full(error)}){unsaved}; pass "

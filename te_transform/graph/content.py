@@ -90,6 +90,8 @@ class Leads(Content):
             self.inside = [value.__self__, value.__func__]
         elif isinstance(value, (types.BuiltinMethodType, types.MethodWrapperType)):
             self.inside = [value.__self__]  # such as list.append of a list
+        elif isinstance(value, functools._lru_cache_wrapper):
+            self.inside = [getattr(value, "__wrapped__", None)]
         elif isinstance(value, weakref.ref):
             self.inside = [value()]
         elif isinstance(value, types.MappingProxyType):
@@ -101,16 +103,6 @@ class Leads(Content):
         if isinstance(self.value, tuple):
             return next(f"[{n}]" for n, item in enumerate(self.value) if item is inside)
         return ""
-
-
-class Wraps(Content):
-    """A wrapper around a function, such as functools.lru_cache() returns."""
-
-    __slots__ = ()
-
-    def __init__(self, value: Any):
-        super().__init__(value)
-        self.inside = [getattr(value, "__wrapped__", None)]
 
 
 class Attributes(Content):

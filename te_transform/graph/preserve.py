@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from te_transform.graph.bits import same_bits
-from te_transform.graph.state_snapshot import Noted, is_plain, noted
+from te_transform.graph.state_snapshot import Noted, is_plain
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -61,14 +61,11 @@ def preserved(model: nn.Module, original: nn.Module | None = None) -> Iterator[N
         ParametersWritten: the forward writes to its own parameters, even if the values stay equal, and there
             is no original.
     """
-    before = noted(model)
     versions = [(name, p, p._version) for name, p in model.named_parameters() if not p.is_inference()]
     with contextlib.ExitStack() as afterwards:  # runs every callback, even after one fails
-        for content in before.contents:
-            afterwards.callback(content.put_back)
+        before = afterwards.enter_context(same_state(model))
         for put_back in _numbers_of_parameters(model, original):
             afterwards.callback(put_back)
-        before.lend_copies()
         afterwards.callback(preserving.reset, preserving.set(True))
         with same_random(model.parameters()):
             yield before
@@ -107,14 +104,14 @@ def _put_numbers_back(parameter: nn.Parameter, numbers: Tensor) -> None:
 
 
 @contextlib.contextmanager
-def same_state(model: nn.Module) -> Iterator[None]:
+def same_state(model: nn.Module) -> Iterator[Noted]:
     """Restore what a forward changes: it may update running statistics, count calls or keep tensors."""
-    before = noted(model)
+    before = Noted(model)
     with contextlib.ExitStack() as afterwards:
         for content in before.contents:
             afterwards.callback(content.put_back)
         before.lend_copies()
-        yield
+        yield before
 
 
 @contextlib.contextmanager

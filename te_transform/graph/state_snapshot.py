@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake
 
 from te_transform.graph.bits import same_bits, shape_in_bits
-from te_transform.graph.content import Attributes, Content, Items, Leads, Wraps, has_slots
+from te_transform.graph.content import Attributes, Content, Items, Leads, has_slots
 from te_transform.graph.content_of_code import (
     Code,
     OfClass,
@@ -217,25 +217,19 @@ class Noted:
         return (names.get(id(value), "") + "".join(reversed(labels))).removeprefix(".")
 
 
-def noted(model: nn.Module) -> Noted:
-    """Take a snapshot of every value that the modules of a model refer to."""
-    return Noted(model)
-
-
 def _of_class(value: type) -> Content | None:
     return OfClass(value) if is_of_a_user(home_of(value)) else None
 
 
 _LEADS = (
     tuple, frozenset, functools.partial, types.MethodType, types.BuiltinMethodType, types.MethodWrapperType,
-    types.MappingProxyType, weakref.ref,
+    types.MappingProxyType, weakref.ref, functools._lru_cache_wrapper,
 )  # fmt: skip
 _SNAPSHOT_CLASSES: tuple[tuple[tuple[type, ...], _Kind], ...] = (
     ((type,), _of_class),
     ((types.FunctionType,), OfFunction),
     ((dict, list, set, deque), Items),
     (_LEADS, Leads),
-    ((functools._lru_cache_wrapper,), Wraps),
     ((Tensor,), TensorContent),
 )
 _WITHOUT_ATTRIBUTES = (type, types.FunctionType, types.ModuleType, Tensor, threading.Thread)
