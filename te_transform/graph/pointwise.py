@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from te_transform.graph import ops
-from te_transform.graph.nodes import called, is_model_tensor, is_tensor_node, may_be_view
+from te_transform.graph.nodes import called, is_model_tensor, is_tensor_node, may_be_view, reached
 from te_transform.graph.pattern import Match, Misses, Pattern, note
 
 _POINTWISE_OPS = (*ops.ACTIVATION_OPS, ops.cast, ops.dropout)
@@ -47,30 +47,24 @@ def _computed(root: Any) -> tuple[list[fx.Node], fx.Node | None]:
 
     The source is None if there are several.
     """
-    inside: set[fx.Node] = set()
-    sources: set[fx.Node] = set()
-    waiting = [root] if isinstance(root, fx.Node) else []
-    while waiting:
-        node = waiting.pop()
-        if node in inside or is_model_tensor(node) or not is_tensor_node(node):
-            continue
-        if is_pointwise(node) or may_be_view(node):
-            inside.add(node)
-            waiting += node.all_input_nodes
-        else:
-            sources.add(node)
+    found = reached(
+        [root] if isinstance(root, fx.Node) else [],
+        lambda node: node.all_input_nodes if _is_passed(node) else (),
+        lambda node: is_tensor_node(node) and not is_model_tensor(node),
+    )
+    inside = set(filter(_is_passed, found))
+    sources = {*found} - inside
     return sorted(inside, reverse=True), sources.pop() if len(sources) == 1 else None
+
+
+def _is_passed(node: fx.Node) -> bool:
+    return is_pointwise(node) or may_be_view(node)
 
 
 def leads_elsewhere(node: fx.Node, end: fx.Node) -> bool:
     """Return True if a node other than `end` reads the node, or reads a pointwise function or view of it."""
-    waiting = [*node.users]
-    while waiting:
-        user = waiting.pop()
-        if not (user is end or is_pointwise(user) or may_be_view(user)):
-            return True
-        waiting += () if user is end else user.users
-    return False
+    readers = reached(node.users, lambda user: user.users if user is not end and _is_passed(user) else ())
+    return not all(user is end or _is_passed(user) for user in readers)
 
 
 def is_pointwise(node: fx.Node) -> bool:

@@ -50,25 +50,22 @@ class Normalized(Pattern):
 
 def _is_normalized(root: fx.Node) -> bool:
     """Return True if `root` is an affine function of one value and statistics of the value's rows."""
-    sources: set[fx.Node] = set()
-    statistics: set[fx.Node] = set()
-    normalizes, seen, waiting = False, set(), [root]
-    while waiting:
-        node = waiting.pop()
-        if node in seen or not is_tensor_node(node) or _is_of_model(node):
-            continue
-        seen.add(node)
-        if node.target in _NORMALIZING:
-            normalizes = True
-            sources.add(node.args[0])
-        elif _is_column(node):
-            statistics.add(node)
-        elif node.target in _AFFINE:
-            waiting += node.all_input_nodes
-        else:
-            sources.add(node)
+    found = reached([root], lambda node: node.all_input_nodes if _is_affine(node) else (), _is_computed)
+    norms = [node for node in found if node.target in _NORMALIZING]
+    ends = [node for node in found if node not in norms and not _is_affine(node)]
+    statistics = [node for node in ends if _is_column(node)]
+    sources = {node.args[0] for node in norms} | {node for node in ends if node not in statistics}
     own = len(sources) == 1 and all(_is_statistic(node, sources) for node in statistics)
-    return own and (normalizes or bool(statistics))
+    return own and bool(norms or statistics)
+
+
+def _is_affine(node: fx.Node) -> bool:
+    return node.target in _AFFINE and not _is_column(node)
+
+
+def _is_computed(node: fx.Node) -> bool:
+    """Return True for a tensor that does not depend on parameters and buffers alone."""
+    return is_tensor_node(node) and not _is_of_model(node)
 
 
 def _is_column(node: fx.Node) -> bool:
@@ -84,18 +81,16 @@ def _is_of_model(node: fx.Node) -> bool:
 
 def _is_statistic(column: fx.Node, sources: set[fx.Node]) -> bool:
     """Return True if a column is a mean, a variance or a vector norm of the rows of the source."""
-    reduces, seen, waiting = False, set(), [column]
-    while waiting:
-        node = waiting.pop()
-        if node in seen or node in sources or not is_tensor_node(node) or _is_of_model(node):
-            continue
-        seen.add(node)
-        reduced = called(node) in _STATISTICS and _is_column(node)
-        if not reduced and not is_pointwise(node):
-            return False
-        reduces |= reduced
-        waiting += node.all_input_nodes
-    return reduces
+    found = reached(
+        [column],
+        lambda node: node.all_input_nodes if _reduces(node) or is_pointwise(node) else (),
+        lambda node: node not in sources and _is_computed(node),
+    )
+    return any(map(_reduces, found)) and all(_reduces(node) or is_pointwise(node) for node in found)
+
+
+def _reduces(node: fx.Node) -> bool:
+    return called(node) in _STATISTICS and _is_column(node)
 
 
 def rotated_by(query: fx.Node) -> list[fx.Node]:
