@@ -183,6 +183,11 @@ def path_of(node: fx.Node) -> str:
     return path_said(next(reversed(stack.values()))[0])
 
 
+def path_below(prefix: str, path: str) -> str:
+    """Return a path inside a captured module as a path in the whole model."""
+    return f"{prefix}.{path}".strip(".")
+
+
 reads_of, users_of = operator.attrgetter("all_input_nodes"), operator.attrgetter("users")
 
 

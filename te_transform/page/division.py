@@ -9,8 +9,8 @@ from typing import Literal
 
 from torch import fx
 
+from te_transform.graph.nodes import path_below
 from te_transform.page.pairs import NodePair, is_bookkeeping, paired
-from te_transform.plan.assign import path_below
 from te_transform.report.drawing import Part, module_text
 
 Side = Literal["before", "after"]

@@ -10,7 +10,7 @@ from torch import fx
 from te_transform.backends import limits, plain
 from te_transform.backends.chunked_loss import ChunkedLoss
 from te_transform.graph.nodes import numel_of, shape_of, value
-from te_transform.plan.assign import path_below, product_paths
+from te_transform.plan.assign import product_paths, runs_in_recipe
 from te_transform.plan.match import Plan, Site
 from te_transform.plan.options import Options
 from te_transform.plan.precision_plan import PrecisionPlan
@@ -33,12 +33,7 @@ def why_inactive(path: str, plan: Plan, options: Options, precision: PrecisionPl
         path: The path of the captured module.
         precision: The products that run in FP8, or None without a recipe.
     """
-    names = product_paths(plan)
-    in_fp8 = {
-        site
-        for site, name in names.items()
-        if precision is not None and precision.sites.get(path_below(path, name), "") is None
-    }
+    in_fp8 = {site for site, name in product_paths(plan).items() if runs_in_recipe(precision, path, name)}
     small_calls = precision is not None and precision.small_calls
     reasons = dict(
         _compiled(plan, in_fp8) if options.compile else _uncompiled(plan, options, in_fp8, small_calls)

@@ -11,7 +11,14 @@ from torch import Tensor, fx
 
 from te_transform.backends import Backend
 from te_transform.backends.limits import DTYPES
-from te_transform.graph.nodes import dtype_name, dtype_of, is_model_tensor, name_in_model, value
+from te_transform.graph.nodes import (
+    dtype_name,
+    dtype_of,
+    is_model_tensor,
+    name_in_model,
+    path_below,
+    value,
+)
 from te_transform.plan.match import Plan, Site
 from te_transform.plan.options import Options
 from te_transform.plan.precision_plan import PrecisionError, PrecisionPlan
@@ -76,9 +83,9 @@ def products_in(plans: Iterable[tuple[str, Plan]], precision: PrecisionPlan) -> 
     return found
 
 
-def path_below(prefix: str, path: str) -> str:
-    """Return a path inside a captured module as a path in the whole model."""
-    return f"{prefix}.{path}".strip(".")
+def runs_in_recipe(precision: PrecisionPlan | None, prefix: str, path: str) -> bool:
+    """Return True if the product at `path` inside the module at `prefix` runs in the recipe."""
+    return precision is not None and precision.sites.get(path_below(prefix, path), "") is None
 
 
 def product_paths(plan: Plan) -> dict[Site, str]:

@@ -34,13 +34,13 @@ from te_transform.backends.limits import (
     is_large,
 )
 from te_transform.graph import ops
-from te_transform.graph.nodes import value
-from te_transform.plan.assign import path_below, product_paths
+from te_transform.graph.nodes import numel_of, value
+from te_transform.plan.assign import product_paths, runs_in_recipe
 from te_transform.plan.match import Plan, Site
 from te_transform.plan.options import Options
 from te_transform.plan.precision_plan import PrecisionPlan
 from te_transform.plan.rule import Outcome
-from te_transform.plan.work import Work, computed, moved_bytes, numbers_in, sizes_of
+from te_transform.plan.work import Work, computed, moved_bytes, sizes_of
 
 BACKWARD = 2.0  # work of a backward, relative to its forward
 WAITING = "waiting for the CPU"
@@ -88,7 +88,7 @@ def _run_mode(
     sizes = [_rows_and_width(site) for site in products if site.fused.gains or precision is not None]
     if precision is not None or _is_gated(added):
         linears = [node for node in added if node.target is ops.linear]
-        sizes += [(numbers_in(node) / sizes_of(node)[-1], min(sizes_of(node.args[1]))) for node in linears]
+        sizes += [(numel_of(node) / sizes_of(node)[-1], min(sizes_of(node.args[1]))) for node in linears]
     is_large = any(rows >= break_even_rows(width, precision is not None) for rows, width in sizes)
     if is_large or not (products or added):
         return mode
@@ -110,14 +110,14 @@ def _odd_products(nodes: Iterable[fx.Node], plan: Plan, mode: RunMode, pads: boo
         is_padded = mode is not ORIGINAL and node.meta.get("origin") in padded
         if rows % ALIGNED == 0 or rows < MIN_PADDED_ROWS or is_padded:
             continue
-        if numbers_in(node) / rows >= MIN_PADDED_TOKENS:
+        if numel_of(node) / rows >= MIN_PADDED_TOKENS:
             flops = computed(node).products
             yield Work(products=-flops, odd_products=flops)
 
 
 def _rows_and_width(site: Site) -> tuple[float, int]:
     x, weight = site.node.args[0], site.node.args[site.fused.PRODUCTS[0]]
-    return numbers_in(x) / sizes_of(x)[-1], min(sizes_of(weight))
+    return numel_of(x) / sizes_of(x)[-1], min(sizes_of(weight))
 
 
 def _is_gated(nodes: Sequence[fx.Node]) -> bool:
@@ -160,7 +160,7 @@ def _is_in_kernel(site: Site) -> bool:
     """Return True if a kernel faster than PyTorch's own supports a loss, or attention, of these sizes."""
     sizes = sizes_of(site.node.args[0])
     if isinstance(site.fused, plain.CrossEntropy):
-        return numbers_in(site.node.args[0]) >= MIN_LOGITS and sizes[-1] % ALIGNED == 0
+        return numel_of(site.node.args[0]) >= MIN_LOGITS and sizes[-1] % ALIGNED == 0
     if len(sizes) != 4:  # cuDNN's kernels need 4 dimensions
         return False
     keys = sizes_of(site.node.args[1])[2]
@@ -181,18 +181,14 @@ def _runs_the_same_kernels(plan: Plan) -> bool:
 def _saved_by_fp8(path: str, plan: Plan, precision: PrecisionPlan, in_cuda_graphs: bool) -> Iterator[Work]:
     """Yield the change of work for each product that runs in the recipe instead of in 16 bits."""
     for site, name in product_paths(plan).items():
-        if _is_in_recipe(path, name, precision):
+        if runs_in_recipe(precision, path, name):
             yield from _site_in_fp8(site, precision, in_cuda_graphs)
-
-
-def _is_in_recipe(path: str, name: str, precision: PrecisionPlan) -> bool:
-    return precision.sites.get(path_below(path, name)) is None
 
 
 def _site_in_fp8(site: Site, precision: PrecisionPlan, in_cuda_graphs: bool) -> Iterator[Work]:
     for place in site.fused.PRODUCTS:
         outs, ins = sizes_of(site.node.args[place])
-        rows = numbers_in(site.node.args[0]) / sizes_of(site.node.args[0])[-1]
+        rows = numel_of(site.node.args[0]) / sizes_of(site.node.args[0])[-1]
         if not precision.small_calls and rows < break_even_rows(min(outs, ins), True, in_cuda_graphs):
             continue
         flops = 2.0 * rows * outs * ins
@@ -330,8 +326,8 @@ def priced(
         after = sum(map(moved_bytes, ours), work)
         mode = runs if outcome.status == "fused" else _run_mode(plan, asked, precision, added=ours)
         after = sum(_odd_products(ours, plan, mode, pads=outcome.rule == _PADS), after)
-        in_fp8 = precision is not None and mode is not CAPTURED
-        if in_fp8 and site in products and _is_in_recipe(path, products[site], precision):
+        in_fp8 = site in products and runs_in_recipe(precision, path, products[site])
+        if in_fp8 and mode is not CAPTURED:
             after = sum(_site_in_fp8(site, precision, mode.in_cuda_graphs), after)
         calls = 1 + BACKWARD * training
         seconds, fused = calls * ORIGINAL.gpu_seconds(before, TIMES), calls * mode.gpu_seconds(after, TIMES)

@@ -11,12 +11,12 @@ is saved twice, as it is and transposed.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
 
 import torch
-from torch import Tensor, fx, nn
+from torch import fx, nn
 
 from te_transform.backends import plain
 from te_transform.backends.chunked_loss import NUMBERS, ChunkedLoss
@@ -32,7 +32,7 @@ from te_transform.graph.nodes import (
     shape_of,
     value,
 )
-from te_transform.plan.assign import product_paths
+from te_transform.plan.assign import product_paths, runs_in_recipe
 from te_transform.plan.match import Plan, Site
 from te_transform.plan.precision_plan import PrecisionPlan
 from te_transform.plan.rule import stored_in
@@ -105,23 +105,11 @@ def room(model: nn.Module, step: Memory | None) -> Iterator[str]:
         size = torch.cuda.get_device_properties(0).total_memory
         name = f"this machine's GPU of {size_text(size)}"
     divide = "divide it among several, by te_transform.parallelize() or fully_shard()"
-    weights = sum(map(_size, model.parameters()))
+    weights = sum(parameter.nbytes for parameter in model.parameters())
     if weights > size:
         yield f"the model does not fit {name}, its weights take {size_text(weights)}: {divide}"
     elif step is not None and model.training and step.total > size:
         yield f"a training step with AdamW does not fit {name}, it takes {size_text(step.total)}: {divide}"
-
-
-@dataclass(frozen=True)
-class _FP8:
-    paths: Collection[str]  # the sites that run in FP8
-    is_delayed: bool
-
-    @classmethod
-    def of(cls, precision: PrecisionPlan | None) -> _FP8:
-        if precision is None:
-            return cls((), False)
-        return cls([path for path, why in precision.sites.items() if why is None], precision.is_delayed)
 
 
 @dataclass(eq=False)
@@ -161,17 +149,18 @@ def predict(
         inputs: A text that describes the example inputs.
         precision: The products that run in FP8, or None without a recipe.
     """
-    parameters, pieces, fp8 = list(parameters), list(plans), _FP8.of(precision)
-    steps = [step for piece in pieces for step in _steps(*piece, fp8, is_last=piece is pieces[-1])]
+    parameters, pieces = list(parameters), list(plans)
+    steps = [step for piece in pieces for step in _steps(*piece, precision, is_last=piece is pieces[-1])]
     outputs = sum(bytes_of(storage) for _, plan in pieces[-1:] for storage in _output_storages(plan))
-    gradients = sum(_size(parameter) for parameter in parameters if parameter.requires_grad)
+    gradients = sum(parameter.nbytes for parameter in parameters if parameter.requires_grad)
+    weights = sum(parameter.nbytes for parameter in parameters)
     kept, classes = _simulated(steps, outputs, gradients)
-    return Memory(inputs, sum(map(_size, parameters)), gradients, kept, classes.total(), dict(classes))
+    return Memory(inputs, weights, gradients, kept, classes.total(), dict(classes))
 
 
 def kept_by_site(prefix: str, plan: Plan, precision: PrecisionPlan | None) -> dict[Site, int]:
     """Return the bytes that each site saves for its backward and that are freed after it; see predict()."""
-    steps = {step.node: step for step in _steps(prefix, plan, _FP8.of(precision), is_last=False)}
+    steps = {step.node: step for step in _steps(prefix, plan, precision, is_last=False)}
     return {site: steps[site.node].released for site in plan.sites if site.node in steps}
 
 
@@ -195,14 +184,15 @@ def _simulated(steps: list[_Step], outputs: int, gradients: int) -> tuple[int, C
     return kept, peak
 
 
-def _steps(prefix: str, plan: Plan, fp8: _FP8, is_last: bool) -> list[_Step]:
+def _steps(prefix: str, plan: Plan, precision: PrecisionPlan | None, is_last: bool) -> list[_Step]:
     """Return the operations that a gradient flows through, each with the bytes that its backward frees."""
     sites, paths = {site.node: site for site in plan.sites}, product_paths(plan)
     steps = []
     for node in _operations_with_gradient(plan.canonical):
         site = sites.get(node)
-        inside = site in paths and f"{prefix}.{paths[site]}".strip(".") in fp8.paths
-        step = _of_operation(node) if site is None else _of_site(site, inside, fp8.is_delayed)
+        in_fp8 = site in paths and runs_in_recipe(precision, prefix, paths[site])
+        is_delayed = precision is not None and precision.is_delayed
+        step = _of_operation(node) if site is None else _of_site(site, in_fp8, is_delayed)
         step.kind = _class(node, site)
         steps.append(step)
     needed: dict[fx.Node, int] = {}  # storage -> the operation whose backward needs it last
@@ -284,7 +274,7 @@ def _of_site(site: Site, in_fp8: bool, delayed: bool) -> _Step:
     outs, ins = weights[0].shape
     result = site.result
     rows, each = numel_of(result) // (shape_of(result)[-1] or 1), 1 if in_fp8 else weights[0].element_size()
-    step = _Step(node, data, gradients=sum(_size(value(p)) for p in parameters if value(p).requires_grad))
+    step = _Step(node, data, gradients=sum(bytes_of(p) for p in parameters if value(p).requires_grad))
     step.own = 2 * sum(weight.numel() for weight in weights) if in_fp8 else 0
     step.transient = 2 * rows * outs if in_fp8 else 0  # the gradient of the output, plain and transposed
     if isinstance(site.fused, plain.LayerNormLinear):
@@ -356,7 +346,3 @@ def _storage(node: fx.Node) -> fx.Node:
 def _is_view(node: fx.Node) -> bool:
     """Return True for a view of another tensor; items of a fused op's tuple are not views."""
     return may_be_view(node) and isinstance(node.args[0], fx.Node) and is_tensor_node(node.args[0])
-
-
-def _size(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()

@@ -18,6 +18,7 @@ from te_transform.graph.nodes import (
     is_model_tensor,
     is_parameter,
     may_be_view,
+    path_below,
     same_shape,
     value,
 )
@@ -46,7 +47,7 @@ def refusals(
 
 def _skipped(operation: Operation, skip: tuple[str, ...], modules: tuple[str, ...]) -> Iterator[str]:
     """Yield a reason if `skip` names one of the modules that share the graph: none of them is fused then."""
-    found = [skipped_by(f"{module}.{operation.path}".strip("."), skip) for module in modules]
+    found = [skipped_by(path_below(module, operation.path), skip) for module in modules]
     if glob := next(filter(None, found), None):
         what = "the module" if all(found) else "a module that shares its captured graph"
         yield f"{what} is skipped by skip={glob!r}: leave it out of skip= to have it fused"

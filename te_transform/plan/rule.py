@@ -16,7 +16,7 @@ from te_transform.backends.op import FusedOp
 from te_transform.canonicalize.op import Forms
 from te_transform.graph import ops
 from te_transform.graph.errors import in_full
-from te_transform.graph.nodes import argument, is_model_tensor, path_of, shape_of, value
+from te_transform.graph.nodes import argument, is_model_tensor, path_below, path_of, shape_of, value
 from te_transform.graph.pattern import Match, Pattern, Siblings
 
 
@@ -126,7 +126,7 @@ class Outcome:
 
     def below(self, path: str) -> Outcome:
         """Return the outcome with its path prefixed by `path`."""
-        return replace(self, path=".".join(filter(None, (path, self.path))))
+        return replace(self, path=path_below(path, self.path))
 
 
 @dataclass(frozen=True)

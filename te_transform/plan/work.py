@@ -11,13 +11,14 @@ from torch import fx
 from te_transform.graph import ops
 from te_transform.graph.nodes import (
     argument,
+    bytes_of,
     called,
     is_model_tensor,
     is_tensor_node,
     may_be_view,
+    numel_of,
     reached,
     shape_of,
-    value,
 )
 
 _MULTIPLIED = {"matmul", "bmm", "mm", "grouped_mm", "_grouped_mm"}
@@ -50,12 +51,12 @@ class Work:
 def computed(node: fx.Node) -> Work:
     """Return the products that an operation of a canonical graph computes, in its own dtype."""
     if node.target is ops.linear:
-        return Work(products=2.0 * numbers_in(node) * sizes_of(node.args[1])[-1])
+        return Work(products=2.0 * numel_of(node) * sizes_of(node.args[1])[-1])
     if node.target is ops.sdpa:
         causal = argument(node, "is_causal") or argument(node, "mask") is not None
-        return Work(attention=4.0 * numbers_in(node) * sizes_of(node.args[1])[-2] / (2 if causal else 1))
+        return Work(attention=4.0 * numel_of(node) * sizes_of(node.args[1])[-2] / (2 if causal else 1))
     if called(node) in _MULTIPLIED:
-        return Work(products=2.0 * numbers_in(node) * sizes_of(node.args[0])[-1])
+        return Work(products=2.0 * numel_of(node) * sizes_of(node.args[0])[-1])
     return Work()
 
 
@@ -66,17 +67,12 @@ def moved_bytes(node: fx.Node) -> Work:
     if called(node) in _COUNTED_PRODUCTS:
         return Work(operations=1)
     data = [node, *(arg for arg in node.all_input_nodes if is_tensor_node(arg) and not is_model_tensor(arg))]
-    return Work(bytes=sum(numbers_in(arg) * value(arg).element_size() for arg in data), operations=1)
+    return Work(bytes=sum(map(bytes_of, data)), operations=1)
 
 
 def sizes_of(node: fx.Node) -> list[int]:
     """Return the shape, with symbolic sizes replaced by the sizes of the example inputs."""
     return [size.node.hint if isinstance(size, torch.SymInt) else size for size in shape_of(node)]
-
-
-def numbers_in(node: fx.Node) -> float:
-    """Return the number of elements of the node's value."""
-    return float(torch.Size(sizes_of(node)).numel())
 
 
 def replaced(captured: Mapping[str, fx.Node], nodes: Collection[fx.Node]) -> frozenset[str]:

@@ -15,7 +15,7 @@ from te_transform.execution.executors import Executor
 from te_transform.execution.executors.captured import Captured
 from te_transform.execution.executors.fused import Fused
 from te_transform.execution.lower import lower, lower_unfused
-from te_transform.graph.nodes import path_of
+from te_transform.graph.nodes import path_below, path_of
 from te_transform.profile.ranges import Label, Ranges
 
 
@@ -81,7 +81,7 @@ class _Interpreter(fx.Interpreter):
         rule, path = "", path_of(node)
         if node.op == "call_module":
             rule, path = self.sites.get(id(self.module.get_submodule(node.target)), (rule, path))
-        path = ".".join(filter(None, (self.root, path)))
+        path = path_below(self.root, path)
         try:
             kind = type(self.ranges.model.get_submodule(path)).__name__
         except AttributeError:  # a path below a wrapper

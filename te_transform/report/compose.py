@@ -12,11 +12,11 @@ from torch import fx, nn
 from te_transform.backends import plain
 from te_transform.backends.limits import DTYPES, break_even_rows
 from te_transform.graph.edit import snapshot
-from te_transform.graph.nodes import value
+from te_transform.graph.nodes import path_below, value
 from te_transform.graph.pattern import spelled_as, targets_of, within
 from te_transform.plan import cost, memory
 from te_transform.plan.active import AS_FAST, why_inactive
-from te_transform.plan.assign import path_below, product_paths
+from te_transform.plan.assign import product_paths
 from te_transform.plan.match import Plan
 from te_transform.plan.options import Options
 from te_transform.plan.overview import overview_of

@@ -21,6 +21,7 @@ from torch import nn
 from te_transform.execution.attach import runner_of
 from te_transform.execution.runner import Runner
 from te_transform.graph.keywords import suggests
+from te_transform.graph.nodes import path_below
 from te_transform.plan.model import ModelError, check_module
 from te_transform.plan.options import IN_CUDA_GRAPHS, OptionError
 from te_transform.training.counts import is_count
@@ -259,8 +260,8 @@ def _layers_and_refusals(model: nn.Module, runner: Runner) -> tuple[tuple[str, .
     for graph in runner.graphs:
         found = residual(graph.plan)
         for module in graph.plan.modules:
-            layers |= {f"{module}.{layer.path}".strip("."): None for layer in found.layers}
-            refused |= {f"{module}.{path}".strip("."): why for path, why in found.refused.items()}
+            layers |= {path_below(module, layer.path): None for layer in found.layers}
+            refused |= {path_below(module, path): why for path, why in found.refused.items()}
     if not layers:
         why = next(iter(refused.items()), None)
         raise ModelError(

@@ -15,7 +15,7 @@ from te_transform.execution.pieces import dropped
 from te_transform.execution.rerun import is_trained
 from te_transform.graph import edit
 from te_transform.graph.marks import marked
-from te_transform.graph.nodes import dtype_of, is_parameter, returned
+from te_transform.graph.nodes import dtype_of, is_parameter, path_below, returned
 from te_transform.plan.assign import put_in_recipe
 from te_transform.plan.match import Plan, plan
 from te_transform.plan.options import Options
@@ -125,7 +125,7 @@ class Layered:
     def __call__(self, decision: Decision, path: str, arguments: Sequence[Any]) -> Any:
         """Run the layers that the decision keeps. `path` is the path of the called module."""
         above = self._path(path, arguments)
-        factors = [decision.draws.factor(f"{above}.{layer.path}".strip(".")) for layer in self.layers]
+        factors = [decision.draws.factor(path_below(above, layer.path)) for layer in self.layers]
         left_out = frozenset(number for number, factor in enumerate(factors) if factor is None)
         device = next(held.device for held in arguments if isinstance(held, Tensor))
         tensors = self.factors.tensors(factors, device)

@@ -11,6 +11,7 @@ from torch import nn
 from te_transform.execution.attach import runners, with_setting
 from te_transform.execution.captured_graph import CapturedGraph, Observer
 from te_transform.execution.writes import unwritten
+from te_transform.graph.nodes import path_below
 from te_transform.plan.match import Site
 
 
@@ -66,7 +67,7 @@ class Called:
         found: dict[str, list[tuple[CapturedGraph, Site]]] = {}
         for graph, path in self.paths.items():
             for site in graph.plan.sites:
-                found.setdefault(f"{path}.{site.path}".strip("."), []).append((graph, site))
+                found.setdefault(path_below(path, site.path), []).append((graph, site))
         return found
 
     @contextlib.contextmanager

@@ -104,8 +104,7 @@ class _Pair:
     def of(cls, plan: Plan, site: Site) -> _Pair:
         alone, inputs = reference(plan, site)
         fused = lower(replace(plan, captured=alone, sites=[site], outcomes=[]), [])
-        captured = {node.name: node for node in plan.captured.graph.nodes}
-        return cls(site, fused, alone, inputs, tuple(captured[n.meta["origin"]] for n in site.outputs))
+        return cls(site, fused, alone, inputs, tuple(plan.by_name[n.meta["origin"]] for n in site.outputs))
 
     @property
     def is_same(self) -> bool:
