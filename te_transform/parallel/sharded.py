@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch.nn.functional as F
 from torch import fx, nn
@@ -27,7 +26,7 @@ from te_transform.parallel.collectives import (
     ShardedEmbedding,
     Shards,
 )
-from te_transform.parallel.sharding import Local, ShardingStep
+from te_transform.parallel.sharding import ShardingStep
 from te_transform.parallel.sharding_plan import ShardingPlan, Unshardable
 
 
@@ -107,17 +106,16 @@ class _Sharding:
     def _put(self, node: fx.Node, found: ShardingStep) -> None:
         args = list(node.args)
         for place, new in found.args.items():
-            args[place] = self._local(node, new)
+            args[place] = new
+        if found.reads_shape:
+            args[1] = self.plan.shape(node)
         moved = {argument: self._argument(node, argument, found) for argument in node.all_input_nodes}
-        args = fx.node.map_aggregate(tuple(args), lambda a: moved.get(a, a) if isinstance(a, fx.Node) else a)
+        args = fx.map_arg(tuple(args), lambda argument: moved.get(argument, argument))
         self._call(node, args)
         if found.is_term:
             self._sum(node)
         elif found.shards is not None and draws(node):
             self._draw_apart(node)
-
-    def _local(self, node: fx.Node, new: Any) -> Any:
-        return self.ranks.shape(self.plan.shapes[node], new.shards) if isinstance(new, Local) else new
 
     def _call(self, node: fx.Node, args: tuple) -> None:
         if node.target is F.embedding:

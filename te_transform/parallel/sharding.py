@@ -50,6 +50,7 @@ class ShardingStep:
         lead: whole arguments that are replaced by zeros on all ranks but the first.
         pick: shares that several ranks hold, of which this rank reads its own part.
         args: arguments that have another value on shards, by position.
+        reads_shape: True if argument 1 is the shape of the result, which is another one on this rank.
     """
 
     shards: Shards | None
@@ -59,6 +60,7 @@ class ShardingStep:
     lead: tuple[fx.Node, ...] = ()
     pick: tuple[fx.Node, ...] = ()
     args: dict[int, Any] = field(default_factory=dict)
+    reads_shape: bool = False
 
 
 ShardingRule = Callable[[fx.Node, Held, int], ShardingStep]
@@ -193,7 +195,7 @@ def _batched_product_step(node: fx.Node, held: Held, ranks: int) -> ShardingStep
 def _reshape_step(node: fx.Node, held: Held, ranks: int) -> ShardingStep:
     x = node.args[0]
     shards = _reshaped_shards(tuple(shape_of(x)), tuple(shape_of(node)), held[x], ranks)
-    return ShardingStep(shards, args={1: Local(shards)})
+    return ShardingStep(shards, reads_shape=True)
 
 
 def _reshaped_shards(before: tuple[int, ...], after: tuple[int, ...], shards: Shards, ranks: int) -> Shards:
@@ -268,13 +270,6 @@ def _dim_groups(before: tuple[int, ...], after: tuple[int, ...]) -> Iterator[tup
         yield old, new
 
 
-@dataclass(frozen=True)
-class Local:
-    """An argument that is the shape of the result on this rank."""
-
-    shards: Shards
-
-
 def _transpose(node: fx.Node, held: Held, ranks: int) -> ShardingStep:
     x, (a, b) = node.args[0], node.args[1:3] if len(node.args) > 1 else (-2, -1)
     return ShardingStep(held[x].on({a: b, b: a}.get(held[x].dim, held[x].dim)))
@@ -296,7 +291,7 @@ def _expand_step(node: fx.Node, held: Held, ranks: int) -> ShardingStep:
     shards = held[node.args[0]]
     if shape_of(node)[shards.dim] != shards.size:
         raise Refusal("an expand repeats shards, but the sharded dimension must keep its size")
-    return ShardingStep(shards, args={1: Local(shards)})
+    return ShardingStep(shards, reads_shape=True)
 
 
 def _columns_step(node: fx.Node, held: Held, ranks: int) -> ShardingStep:
