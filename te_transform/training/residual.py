@@ -28,6 +28,7 @@ from te_transform.graph.nodes import (
     may_be_view,
     memory_of,
     modules_of,
+    reached,
     same_shape,
     shape_of,
     storages,
@@ -56,7 +57,7 @@ NO_SUM = "the sum is part of another operation, {}; drop_layers() needs an addit
 NESTED_LAYER = "the layer lies inside another one, which is dropped as a whole"
 
 _NUMBERED_PATH = re.compile(r"(?:.*\.)?\d+$")
-_ADD_NAMES = {"add", "iadd", "__add__", "__iadd__", "__radd__", "add_"}
+_ADD_NAMES = {"add", "iadd", "__add__", "__iadd__", "add_"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,12 +80,9 @@ class Layer:
 
     def weights(self) -> set[fx.Node]:
         """Return the parameters that only this layer reads. A table with rows for all layers is excluded."""
-        found = {read for node in self.inside for read in node.all_input_nodes} - self.inside
-        while views := {
-            node for node in found if node.op != "placeholder" and len(node.all_input_nodes) == 1
-        }:
-            found = (found - views) | {read for node in views for read in node.all_input_nodes}
-        return {node for node in found if is_parameter(node)}
+        given = {read for node in self.inside for read in node.all_input_nodes} - self.inside
+        found = reached(given, lambda node: node.all_input_nodes if len(node.all_input_nodes) == 1 else ())
+        return set(filter(is_parameter, found))
 
 
 @dataclass(frozen=True)
@@ -127,12 +125,12 @@ def unreached_arguments(layers: Sequence[Layer]) -> list[fx.Node]:
     """
     graph, ends = layers[0].end.graph, {layer.start: layer.end for layer in layers}
     left_out = {node for layer in layers for node in layer.inside} - set(ends.values())
-    reached: set[fx.Node] = set()
+    leading: set[fx.Node] = set()  # to the output
     for node in reversed(graph.nodes):
-        is_read = not reached.isdisjoint(node.users) or ends.get(node) in reached
+        is_read = not leading.isdisjoint(node.users) or ends.get(node) in leading
         if node.op == "output" or (is_read and node not in left_out):
-            reached.add(node)
-    return [node for node in graph.nodes if node.op == "placeholder" and node not in reached]
+            leading.add(node)
+    return [node for node in graph.nodes if node.op == "placeholder" and node not in leading]
 
 
 def _sums(graph: fx.Graph) -> dict[fx.Node, tuple[fx.Node, fx.Node]]:
