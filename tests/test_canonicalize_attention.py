@@ -548,3 +548,15 @@ def test_an_einsum_computes_the_same_whatever_its_dots_are_broadcast_to(equation
     """canonical() compares; where the result has no dots they are summed up, which no product does."""
     for key in (QKV[1], QKV[1][0], QKV[1][:, :1]):
         canonical(lambda m, q, k: torch.einsum(equation, q, k), QKV[0], key)
+
+
+def test_products_that_no_matmul_spells_stay() -> None:
+    def numbered(m, q, k):
+        return torch.einsum(q, [0, 1, 2, 3], k, [0, 1, 4, 3], [0, 1, 2, 4])
+
+    def written(m, q, k):
+        q, k = q.flatten(0, 1), k.flatten(0, 1)
+        return torch.baddbmm(q[..., :1], q, k.mT, out=torch.empty(*q.shape[:-1], k.shape[-2]))
+
+    assert torch.einsum in targets(canonical(numbered, *QKV[:2]))
+    assert torch.baddbmm in targets(canonical(written, *QKV[:2]))

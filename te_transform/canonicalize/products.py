@@ -10,7 +10,7 @@ from torch import fx
 
 from te_transform.canonicalize.table import permuted
 from te_transform.graph import edit
-from te_transform.graph.nodes import same_shape, shape_of
+from te_transform.graph.nodes import same_shape, shape_of, writes
 
 
 @dataclass(frozen=True)
@@ -30,21 +30,14 @@ class _EinsumProduct:
 def spell_products(graph: fx.Graph) -> None:
     """Rewrite torch.einsum as a matmul if one matmul computes it, and torch.baddbmm as bmm, mul and add."""
     for node in list(graph.nodes):
-        if node.target is torch.einsum:
+        if node.target is torch.einsum and isinstance(node.args[0], str):  # not numbers for dimensions
             _spell_einsum(graph, node)
-        elif node.target is torch.baddbmm:
+        elif node.target is torch.baddbmm and not writes(node):
             _spell_baddbmm(graph, node, *node.args, **node.kwargs)
 
 
 def _spell_baddbmm(
-    graph: fx.Graph,
-    node: fx.Node,
-    x: fx.Node,
-    left: fx.Node,
-    right: fx.Node,
-    *,
-    beta: float = 1,
-    alpha: float = 1,
+    graph: fx.Graph, node: fx.Node, x: fx.Node, left: fx.Node, right: fx.Node, beta: float, alpha: float
 ) -> None:
     product = edit.insert(graph, [node], torch.bmm, (left, right))
     if alpha != 1:
