@@ -26,20 +26,20 @@ def inline_composites(graph: fx.Graph) -> None:
     Results and random numbers stay the same.
     """
     for node in list(graph.nodes):
-        if node.target is F.multi_head_attention_forward and _can_be_inlined(node):
-            bound = _SIGNATURE.bind(*node.args, **node.kwargs)
-            bound.apply_defaults()
-            parts = _multihead_attention(edit.calls_before(graph, node), SimpleNamespace(**bound.arguments))
+        if node.target is not F.multi_head_attention_forward:
+            continue
+        bound = _SIGNATURE.bind(*node.args, **node.kwargs)
+        bound.apply_defaults()
+        given = SimpleNamespace(**bound.arguments)
+        if _can_be_inlined(node, given):
+            parts = _multihead_attention(edit.calls_before(graph, node), given)
             for user in list(node.users):
                 edit.replace_uses(user, parts[user.args[1]])
             edit.erase_unread(graph, [*node.users, node])
 
 
-def _can_be_inlined(node: fx.Node) -> bool:
+def _can_be_inlined(node: fx.Node, given: SimpleNamespace) -> bool:
     """Return True if the call can be inlined: batched, no rows added to keys, no static keys or values."""
-    bound = _SIGNATURE.bind(*node.args, **node.kwargs)
-    bound.apply_defaults()
-    given = SimpleNamespace(**bound.arguments)
     extra = (given.bias_k, given.bias_v, given.static_k, given.static_v)
     parts = (0, 1) if given.need_weights else (0,)
     return (

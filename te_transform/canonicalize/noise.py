@@ -42,12 +42,9 @@ def _if(condition: Callable[..., bool]) -> Callable[..., fx.Node | None]:
     return lambda x, *rest: x if condition(x, *rest) else None
 
 
-def _adds_nothing(x: Any, other: Any, node: fx.Node) -> bool:
-    return _is_number(other, 0) and _same_dtype(x, node)
-
-
-def _scales_by_one(x: Any, other: Any, node: fx.Node) -> bool:
-    return _is_number(other, 1) and _same_dtype(x, node)
+def _operand_is(number: int) -> Callable[..., fx.Node | None]:
+    """Return `x` for an operation of `x` and this number."""
+    return _if(lambda x, other, node: _is_number(other, number) and _same_dtype(x, node))
 
 
 def _has_no_limits(x: fx.Node, least: Any, most: Any, node: fx.Node) -> bool:
@@ -126,10 +123,10 @@ _NOISE: dict[Any, Callable[..., fx.Node | None]] = {
     torch.Tensor.expand_as: _if(_is_broadcast_anyway),
     torch.reshape: _before_reshapes,
     torch.permute: _if(lambda x, dims, node: list(dims) == list(range(len(dims)))),
-    torch.add: _if(_adds_nothing),
-    torch.sub: _if(_adds_nothing),
-    torch.mul: _if(_scales_by_one),
-    torch.div: _if(_scales_by_one),
+    torch.add: _operand_is(0),
+    torch.sub: _operand_is(0),
+    torch.mul: _operand_is(1),
+    torch.div: _operand_is(1),
     torch.clamp: _if(_has_no_limits),
     torch.cat: _only_part,
     operator.getitem: _if(_takes_all),

@@ -99,8 +99,8 @@ def _select(input: fx.Node, dim: Any, index: Any) -> tuple | None:
     return (operator.getitem, (input, (Ellipsis, index, *[ALL] * (-1 - back(input, dim))))) if plain else None
 
 
-def _multiplication(x: Any, y: Any) -> tuple:
-    return torch.mul, (x, y) if is_tensor_node(x) else (y, x)
+def _multiplication(input: Any, other: Any) -> tuple:
+    return torch.mul, (input, other) if is_tensor_node(input) else (other, input)
 
 
 def _sum(x: Any, y: Any, alpha: Any = 1) -> tuple | None:
@@ -241,24 +241,18 @@ _COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
 # name -> function from the arguments of a call to the canonical call, or None to leave the call unchanged
 SPELLINGS: dict[str, Callable[..., tuple | None]] = {
     "add": _sum,
-    "radd": lambda input, other: _sum(other, input),
     "sub": _subtraction,
     "subtract": _subtraction,
-    "mul": lambda input, other: _multiplication(input, other),
-    "multiply": lambda input, other: _multiplication(input, other),
-    "rmul": lambda input, other: _multiplication(other, input),
+    "mul": _multiplication,
+    "multiply": _multiplication,
     "div": _quotient,
     "divide": _quotient,
     "truediv": _quotient,
     "true_divide": _quotient,
-    "rdiv": lambda input, other: (operator.truediv, (other, input)),
-    "rtruediv": lambda input, other: (operator.truediv, (other, input)),
     "floor_divide": lambda input, other: (operator.floordiv, (input, other)),
     "pow": lambda input, exponent: (torch.pow, (input, exponent)),
-    "rpow": lambda input, base: (torch.pow, (base, input)),
     "matmul": lambda input, other: (torch.matmul, (input, other)),
     "mm": lambda input, mat2: (torch.matmul, (input, mat2)),
-    "rmatmul": lambda input, other: (torch.matmul, (other, input)),
     "linear": lambda input, weight, bias=None: (F.linear, (input, weight, bias)),
     "grouped_mm": _plain_grouped_mm,
     "_grouped_mm": _plain_grouped_mm,
@@ -286,7 +280,7 @@ SPELLINGS: dict[str, Callable[..., tuple | None]] = {
     "swapaxes": lambda input, axis0, axis1: _swap(input, axis0, axis1),
     "swapdims": lambda input, dim0, dim1: _swap(input, dim0, dim1),
     "t": lambda input: (torch.t, (input,)),
-    "permute": lambda input, *dims: permuted(input, *dims),
+    "permute": permuted,
     "getattr": _attribute,
     "view": _view_as_reshape,
     "reshape": _view_as_reshape,
