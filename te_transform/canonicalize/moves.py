@@ -53,12 +53,8 @@ def reshape_sizes(x: fx.Node, shape: torch.Size) -> tuple | None:
     return tuple(-1 if d in computed else size for d, size in enumerate(shape))
 
 
-def piece_of(part: fx.Node) -> tuple | None:
-    """Return the columns that an item selects from a split, a chunk, or a last dimension viewed as rows."""
-    return _of_split(part) or _of_rows(part)
-
-
-def _of_split(part: fx.Node) -> tuple | None:
+def columns_of_split(part: fx.Node) -> tuple | None:
+    """Return the columns that an item selects from a split or a chunk."""
     pieces, index = part.args
     if pieces.target not in (torch.split, torch.chunk) or type(index) is not int:
         return None
@@ -75,7 +71,7 @@ def _of_split(part: fx.Node) -> tuple | None:
     return ops.columns, (x, start, start + shape_of(part)[-1])
 
 
-def _of_rows(part: fx.Node) -> tuple | None:
+def columns_of_rows(part: fx.Node) -> tuple | None:
     """Return the columns of x.view(..., n, width)[..., i, :], or of the same view with unbind(-2)."""
     rows, index = part.args
     if rows.target is torch.unbind and rows.args[1] == -2:

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from te_transform.canonicalize.moves import MOVES, piece_of, spread_index
+from te_transform.canonicalize.moves import MOVES, columns_of_rows, columns_of_split, spread_index
 from te_transform.canonicalize.table import METHODS, SPELLINGS
 from te_transform.graph import edit, nodes
 
@@ -31,10 +31,10 @@ def spell(graph: fx.Graph, stay: Collection[fx.Node]) -> None:
 
 
 def spell_pieces(graph: fx.Graph) -> None:
-    """Rewrite the pieces of a split or chunk of the last dimension as columns."""
+    """Rewrite the pieces of a split, a chunk or rows of the last dimension as columns."""
     for node in graph.nodes:
         if node.target is operator.getitem and nodes.is_tensor_node(node):
-            call = piece_of(node)
+            call = columns_of_split(node) or columns_of_rows(node)
             if call is not None:
                 edit.set_target(node, *call)
 

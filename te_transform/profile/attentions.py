@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from te_transform.profile.analysis import Analysis
 from te_transform.profile.suspect import Suspect
 from te_transform.profile.tree import Op
-from te_transform.profile.trials import Replacement, dtype_of_event
+from te_transform.profile.trials import EVENT_DTYPES, Replacement
 
 _SDPA_BACKENDS = [
     SDPBackend.FLASH_ATTENTION,
@@ -50,7 +50,7 @@ def math_attention(found: Analysis) -> Iterator[Suspect]:
             call = op.outer.event
             shapes, has_mask = call.shapes[:3], len(call.shapes) > 3 and bool(call.dtypes[3])
             evidence = f"the math backend of {_SDPA} ran on {list(shapes[0])}{' with a mask' * has_mask}"
-            dtype = dtype_of_event(call.dtypes[0])
+            dtype = EVENT_DTYPES.get(call.dtypes[0])
             before = partial(_by_sdpa, backends=[SDPBackend.MATH])
             trial = dtype and Replacement(shapes, dtype, before, _by_sdpa, found.recording.is_training, _MATH)
             yield Suspect("math attention", op.label, evidence, _ASK_FUSED, found.by_outer[op.outer], trial)
@@ -108,7 +108,7 @@ def _written_out_suspect(found: Analysis, ops: Sequence[Op]) -> Suspect:
     names = {op.name for op in ops}
     has_mask, has_dropout = bool(names & {*_MASKING}), bool(names & {*_DROPPING})
     shapes = (1, heads, rows, size), (1, heads, columns, size), (1, heads, columns, of_values[2])
-    dtype = dtype_of_event(first.event.dtypes[-2 if first.name == "bmm" else 1]) or torch.float32
+    dtype = EVENT_DTYPES.get(first.event.dtypes[-2 if first.name == "bmm" else 1], torch.float32)
     options = {"masked": has_mask, "dropout": _DROPOUT * has_dropout}
     trial = Replacement(
         shapes,
@@ -146,7 +146,7 @@ def needless_mask(found: Analysis) -> Iterator[Suspect]:
             continue
         tells, advice = _NEEDLESS[kind]
         largest = max(called, key=lambda op: found.by_outer[op])
-        dtype = dtype_of_event(largest.event.dtypes[0])
+        dtype = EVENT_DTYPES.get(largest.event.dtypes[0])
         shapes = largest.event.shapes[:3]
         before, after = partial(_by_sdpa, masked=True), partial(_by_sdpa, is_causal=kind == "causal")
         trial = dtype and Replacement(

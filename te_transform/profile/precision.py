@@ -13,7 +13,7 @@ from te_transform.profile.analysis import Analysis
 from te_transform.profile.classes import PRODUCT
 from te_transform.profile.suspect import Suspect
 from te_transform.profile.tree import Op
-from te_transform.profile.trials import Replacement, dtype_of_event
+from te_transform.profile.trials import EVENT_DTYPES, Replacement
 
 _TENSOR_PRODUCTS = ("mm", "bmm", "addmm", "baddbmm")  # all arguments that they need are tensors
 
@@ -29,7 +29,7 @@ def single_precision(found: Analysis) -> Iterator[Suspect]:
             shapes = tuple(
                 shape
                 for shape, dtype in zip(op.event.shapes, op.event.dtypes, strict=True)
-                if dtype_of_event(dtype) is not None
+                if dtype in EVENT_DTYPES
             )
             evidence = f"products run in float32, such as {' x '.join(map(str, map(list, shapes[-2:])))}"
             trial = None
@@ -55,7 +55,7 @@ def _intended(model: nn.Module) -> torch.dtype | None:
 
 
 def _is_single(op: Op) -> bool:
-    dtypes = {dtype_of_event(dtype) for dtype in op.event.dtypes} - {None}
+    dtypes = {EVENT_DTYPES.get(dtype) for dtype in op.event.dtypes} - {None}
     return dtypes == {torch.float32}
 
 

@@ -15,7 +15,7 @@ from te_transform.execution.timing import wait_for_gpu
 
 log = logging.getLogger(__name__)
 
-_DTYPES = {
+EVENT_DTYPES = {  # of floating-point tensors, by the names that the profiler has for them
     "float": torch.float32,
     "double": torch.float64,
     "c10::BFloat16": torch.bfloat16,
@@ -40,11 +40,6 @@ class Replacement(NamedTuple):
     after: Callable[..., Tensor]
     backward: bool
     name: str  # equal trials have equal names, shapes and dtypes
-
-
-def dtype_of_event(name: str) -> torch.dtype | None:
-    """Return the dtype that the profiler calls by this name, if it is a floating-point dtype."""
-    return _DTYPES.get(name)
 
 
 @dataclass
