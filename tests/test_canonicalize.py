@@ -8,11 +8,11 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, fx
 
 import te_transform
 from te_transform.graph import ops
-from te_transform.graph.nodes import shape_of
+from te_transform.graph.nodes import is_random, shape_of
 from tests.captures import BOUND, canonical, canonicalize, capture, error, named, op_counts, targets, the
 from tests.rules.tables import X, linear, written
 
@@ -685,6 +685,13 @@ def test_operations_with_an_effect_stay() -> None:
     integers = torch.arange(6)
     assert torch.mul in targets(canonical(lambda m, x: x * 1.0, integers))
     assert torch.reshape in targets(canonical(lambda m, x: x.reshape(2, 3), torch.randn(6)))
+
+
+def test_random_numbers_are_told_by_the_whole_name() -> None:
+    drawing = (F.dropout2d, F.feature_alpha_dropout, torch.rrelu, torch.randn_like, torch.Tensor.random_)
+    others = F.normalize, F.poisson_nll_loss
+    assert all(is_random(fx.Graph().call_function(function)) for function in drawing)
+    assert not any(is_random(fx.Graph().call_function(function)) for function in others)
 
 
 def _written_base(m, x):

@@ -65,8 +65,8 @@ _IN_PLACE_OPERATORS = frozenset(
     )
 )
 _RANDOM = re.compile(
-    r"^(rand|randn|randint|randperm|bernoulli|normal|multinomial|exponential|uniform|poisson|dropout"
-    r"|alpha_dropout|feature_dropout|rrelu)|_like_random$"
+    r"rand(n|int|perm|om)?(_like)?|bernoulli|normal|multinomial|exponential|uniform|poisson"
+    r"|(feature_)?(alpha_)?dropout(1d|2d|3d)?|rrelu(_with_noise)?"
 )
 
 
@@ -348,7 +348,7 @@ def changes_state(node: fx.Node) -> bool:
 
 def is_random(node: fx.Node) -> bool:
     """Return True if the node draws random numbers."""
-    return bool(_RANDOM.match(called(node).strip("_")))
+    return bool(_RANDOM.fullmatch(called(node).strip("_")))
 
 
 def is_foreign(node: fx.Node) -> bool:
