@@ -28,7 +28,7 @@ from transformers.utils import logging
 import te_transform
 
 BATCH, LENGTH = 16, 64
-BEFORE, AFTER, SHOWN = 100, 100, 20  # steps before and after the conversion; every how many a loss is printed
+BEFORE, AFTER, SHOWN = 100, 100, 20  # steps before and after the conversion, and between two printed losses
 ULP = torch.finfo(torch.float32).eps
 
 Batch = dict[str, Tensor]
@@ -38,7 +38,7 @@ console = Console(width=None if sys.stdout.isatty() else 110, highlight=False)
 def main() -> int:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    torch.set_num_threads(1)  # for so small a model more are hardly faster, and change the last digits
+    torch.set_num_threads(1)  # more threads hardly speed up a small model, and change the last digits
     torch.manual_seed(0)
     batches = read_batches()
 
@@ -78,7 +78,7 @@ def main() -> int:
 
 
 def read_batches() -> Iterator[Batch]:
-    """Random pieces of the standard library's sources; Hugging Face's models shift the labels themselves."""
+    """Yield random pieces of the standard library's sources. Hugging Face's models shift the labels."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     text = bytearray().join(file.read_bytes() for file in sorted(folder.glob("*.py")))
     console.print(f"{len(text) / 1e6:.1f} MB of text from {folder}")
@@ -90,10 +90,9 @@ def read_batches() -> Iterator[Batch]:
 
 
 def small_gpt2() -> GPT2Config:
-    """GPT-2's shape, four layers of it.
+    """Return the config of a GPT-2 with four layers and no dropout.
 
-    Without dropout: two runs compare only if they draw the same random masks. Here they would; a fused
-    attention kernel is free to draw its own.
+    Two runs agree only if they draw the same random masks, and a fused attention kernel may draw its own.
     """
     config = GPT2Config(vocab_size=256, n_positions=LENGTH, n_embd=128, n_layer=4, n_head=4)
     config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = 0.0
@@ -102,7 +101,7 @@ def small_gpt2() -> GPT2Config:
 
 
 def train_step(model: nn.Module, optimizer: Optimizer, batch: Batch) -> float:
-    """One step; returns the loss before it."""
+    """Take one step of the optimizer; return the loss before it."""
     loss = model(**batch).loss
     loss.backward()
     optimizer.step()
@@ -111,10 +110,10 @@ def train_step(model: nn.Module, optimizer: Optimizer, batch: Batch) -> float:
 
 
 def rounded_otherwise(model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
-    """A copy with every weight off by one rounding at most: the yardstick.
+    """Return the yardstick: a copy with every weight off by at most one rounding, and its optimizer.
 
-    A converted model adds the same numbers in another order. How far the copy's losses go from the original's
-    is how much rounding alone may change them.
+    A converted model adds the same numbers in another order. The copy shows how much rounding alone changes
+    the losses.
     """
     twin = copy.deepcopy(model)
     with torch.no_grad():
@@ -124,7 +123,7 @@ def rounded_otherwise(model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module
 
 
 def optimizer_like(optimizer: Optimizer, model: nn.Module) -> Optimizer:
-    """Another optimizer for a copy of the model, with a copy of the state."""
+    """Return an optimizer for a copy of the model, with a copy of the state."""
     twin = AdamW(model.parameters(), lr=optimizer.defaults["lr"])
     twin.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     return twin
@@ -135,7 +134,7 @@ def operations(graph: fx.Graph) -> int:
 
 
 def train_side_by_side(runs: list[tuple[nn.Module, Optimizer]], batches: Iterable[Batch]) -> bool:
-    """Train original, converted and yardstick; returns whether the converted losses are the original's."""
+    """Train original, converted and yardstick. Return True if the converted losses are the original's."""
     history = [[train_step(*run, batch) for run in runs] for batch in batches]
     table = Table("step", "original", "converted", "difference", "rounding alone", box=box.SIMPLE_HEAD)
     for step in [*range(0, AFTER, SHOWN), AFTER - 1]:
@@ -150,7 +149,7 @@ def train_side_by_side(runs: list[tuple[nn.Module, Optimizer]], batches: Iterabl
 
 
 def comes_home(converted: PreTrainedModel, model: PreTrainedModel) -> bool:
-    """Whether a checkpoint of `converted` has `model`'s names, and loads into the plain class bitwise."""
+    """Return True if a checkpoint of `converted` has `model`'s names and loads into its class bitwise."""
     with tempfile.TemporaryDirectory() as folder:
         converted.save_pretrained(folder)
         loaded = type(model).from_pretrained(folder).state_dict()
@@ -163,13 +162,13 @@ def comes_home(converted: PreTrainedModel, model: PreTrainedModel) -> bool:
 
 
 def progress(batches: Iterable[Batch], total: int) -> Iterable[Batch]:
-    """A bar on a terminal, nothing elsewhere."""
+    """Show a bar on a terminal, and nothing elsewhere."""
     watched = console.is_terminal
     return track(batches, "training", total=total, console=console, transient=True, disable=not watched)
 
 
 def in_short(verification: te_transform.Verification) -> Table:
-    """A line for each set of inputs, with its closest call; print(verification) shows more of them."""
+    """Return a line for each set of inputs, with its closest call. print(verification) shows more."""
     columns = ("inputs", "passed", "closest call", "error", "original's", "allowed")
     table = Table(*columns, box=box.SIMPLE_HEAD, title=verification.title, title_justify="left")
     for inputs, group in groupby(verification.rows, key=lambda row: row.inputs.partition(", ")[0]):

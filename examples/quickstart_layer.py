@@ -1,10 +1,10 @@
-"""One transformer layer in plain PyTorch, as the quickstart of Transformer Engine's documentation begins.
+"""Convert one transformer layer in plain PyTorch, with which the quickstart of Transformer Engine begins.
 
     python examples/quickstart_layer.py
 
-The tutorial then replaces it by hand, module by module. Here convert() does. The layer has what makes that
-tedious: sequence first, queries, keys and values interleaved per head in one projection, attention written
-out with two batched products, and norms that stand apart from the linears which read them.
+That tutorial replaces the layer by hand, module by module; here convert() does. The layer has what makes this
+tedious by hand: sequence first, queries, keys and values interleaved per head in one projection, attention
+written out with two batched products, and norms apart from the linears that read them.
 """
 
 import math
@@ -107,12 +107,12 @@ def main() -> int:
 
 
 def calls(text: str) -> list[str]:
-    """The lines of a listed graph but those of parameters, which only repeat the names."""
+    """Return the lines of a listed graph without those of parameters, which only repeat the names."""
     return [line for line in text.splitlines() if "  the model's " not in line]
 
 
 def seconds(*models: nn.Module, repeats: int = 20, **inputs: Tensor) -> list[float]:
-    """The median time of a forward and a backward of each model, taken in turns."""
+    """Return the median time of a forward and a backward of each model, timed by turns."""
     times: list[list[float]] = [[] for _ in models]
     for _ in range(repeats):
         for model, taken in zip(models, times, strict=True):

@@ -1,14 +1,14 @@
-"""Train a small Llama on several GPUs, or on a CPU, with FSDP2; whatever is killed goes on where it was.
+"""Train a small Llama with FSDP2 on several GPUs or on a CPU, and resume a killed run from its checkpoint.
 
     export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
     torchrun --nproc-per-node 2 --max-restarts 3 examples/train_fsdp.py --steps 100 --folder checkpoints
 
-Without the variable torchrun keeps one store over restarts (PyTorch 2.13): a process that starts again
-may find the address of one that is gone there, and fail, as nobody answers (pytorch/pytorch#135712).
+Without the variable, torchrun keeps one store across restarts (PyTorch 2.13). A restarted process may then
+read the address of an ended process, and fail (pytorch/pytorch#135712).
 
-It reads the Python standard library's own sources, byte by byte. Every few steps a checkpoint is written: the
-sharded model and optimizer, the step and FP8's scales; data and random numbers are those of the step. Run it
-again with any number of processes: it goes on from the last checkpoint that is whole.
+The text is the Python standard library's sources, byte by byte. Every few steps, the script writes a
+checkpoint: the sharded model and optimizer, the step and FP8's scales. Data and random numbers depend on the
+step alone. Run the script again with any number of processes: it continues from the last whole checkpoint.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ GPU = torch.cuda.is_available()
 
 @record  # torchrun then says which rank failed first, and of what
 def main() -> None:
-    """What each process does."""
+    """Train in this process, one of the ranks."""
     asked = arguments()
-    # longer than any step and any checkpoint takes: ranks that wait for one that is gone end after that
+    # longer than any step or checkpoint: if a rank has ended, the others stop waiting after this time
     dist.init_process_group("nccl" if GPU else "gloo", timeout=timedelta(seconds=50))
     rank, ranks = dist.get_rank(), dist.get_world_size()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if GPU else torch.device("cpu")
@@ -65,7 +65,7 @@ def main() -> None:
 
 
 def arguments() -> argparse.Namespace:
-    """What is asked for on the command line."""
+    """Read the command line."""
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("--recipe", help='"fp8-delayed", "fp8-current" and others, which need a GPU')
     parser.add_argument("--steps", type=int, default=100)
@@ -77,7 +77,7 @@ def arguments() -> argparse.Namespace:
 
 
 def made(asked: argparse.Namespace, device: torch.device) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """The model, converted and then sharded, and its optimizer: the same in each process."""
+    """Return the model, converted and then sharded, and its optimizer: the same in each process."""
     ranks = dist.get_world_size()
     if BATCH % ranks:
         raise ValueError(f"expected a number of processes that divides a batch of {BATCH}, got {ranks}")
@@ -103,14 +103,14 @@ def made(asked: argparse.Namespace, device: torch.device) -> tuple[nn.Module, to
 
 
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> dict[str, Any]:
-    """All that a run goes on from: shards that any number of ranks can load, and FP8's scales."""
+    """Return the contents of a checkpoint: shards that any number of ranks can load, and FP8's scales."""
     weights, moments = get_state_dict(model, optimizer)
     scales = te_transform.scaling_state(model)
     return {"model": weights, "optimizer": moments, "scales": scales, "step": torch.tensor(step)}
 
 
 def save(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
-    """Write a checkpoint beside its place, and give it its name when every rank has written its part."""
+    """Write a checkpoint under another name, and rename it when every rank has written its part."""
     unfinished, whole = folder / f"unfinished-{step}", folder / f"step-{step:08d}"
     dcp.save(state_of(model, optimizer, step), checkpoint_id=unfinished)
     if dist.get_rank() == 0:
@@ -120,7 +120,7 @@ def save(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, step:
 
 
 def load(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Load the last whole checkpoint, if there is one; the step to go on with."""
+    """Load the last whole checkpoint, if there is one. Return the step to continue with."""
     found: list[str | None] = [max((str(path) for path in folder.glob("step-*")), default=None)]
     if dist.get_rank() == 0:
         for left in folder.glob("unfinished-*"):  # by a run that was killed while it wrote
@@ -136,13 +136,13 @@ def load(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> in
 
 
 def standard_library() -> Tensor:
-    """The bytes of Python's own sources, in the order of their names."""
+    """Return the bytes of Python's own sources, in the order of their names."""
     sources = [file.read_bytes() for file in sorted(Path(os.__file__).parent.glob("*.py"))]
     return torch.frombuffer(bytearray(b"".join(sources)), dtype=torch.uint8).long()
 
 
 def batch(text: Tensor, step: int) -> Tensor:
-    """Token ids [BATCH, LENGTH], which the number of the step says: no order of data is to be kept."""
+    """Return token ids [BATCH, LENGTH]. They depend on the step alone, so no order is saved."""
     generator = torch.Generator().manual_seed(step)
     starts = torch.randint(len(text) - LENGTH, (BATCH,), generator=generator).tolist()
     return torch.stack([text[start : start + LENGTH] for start in starts])

@@ -65,7 +65,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     for flag, what in (
         ("convert", "convert the model"), ("fp8", "convert, with FP8 products"), ("one-bit", "1-bit Adam"),
         ("compile", "convert and compile"), ("drop-layers", "progressive layer dropping"),
-        ("curriculum", "short sequences first"), ("reshape", "of them more rows, in place of dropped tokens"),
+        ("curriculum", "short sequences first"), ("reshape", "with --curriculum: drop no tokens"),
     ):  # fmt: skip
         parser.add_argument(f"--{flag}", action="store_true", help=what)
     for flag, value, what in (

@@ -1,9 +1,8 @@
-"""A model that nobody has seen: what would be fused, converting and verifying it, and what to change to fuse
-more.
+"""Inspect, convert and verify a model of your own, and list what to change to fuse more of it.
 
     python examples/your_own_model.py
 
-`te-transform inspect package.module:factory`, and `te-transform verify`, do it for a model of yours.
+On the command line, `te-transform inspect package.module:factory` and `te-transform verify` do the same.
 """
 
 import math
@@ -22,7 +21,7 @@ console = Console(width=None if sys.stdout.isatty() else 110, highlight=False)
 
 
 class HandWrittenNorm(nn.Module):
-    """RMSNorm, spelt out as research code does."""
+    """RMSNorm, written out as in research code."""
 
     def __init__(self, width: int):
         super().__init__()
@@ -62,7 +61,7 @@ class Gated(nn.Module):
 
 
 class Memory(nn.Sequential):
-    """An older MLP that nobody has tidied up: the exact GELU, and a dropout inside."""
+    """An MLP with the exact GELU and a dropout inside."""
 
     def __init__(self, width: int, ffn: int):
         super().__init__(nn.Linear(width, ffn), nn.GELU(), nn.Dropout(0.1), nn.Linear(ffn, width))
@@ -107,10 +106,9 @@ def main() -> int:
 
 
 def changes(report: Report) -> Counter[str]:
-    """Every reason, and how many sites it stands for.
+    """Count the sites of each reason.
 
-    A reason reads "what the model has, what the fused module needs: what to change", or that no kernel has
-    it.
+    A reason reads "what the model has, but what the fused module needs: what to change".
     """
     reasons = (reason for site in report.refused for reason in site.reasons)
     return Counter(reason for reason in reasons if not reason.startswith("rolled back"))

@@ -51,7 +51,7 @@ def load(
         )
     if layers is not None:
         raise LoadError(
-            "--layers are for configs, got package.module:factory; let the factory build as many layers"
+            "expected a config for --layers, got package.module:factory; build fewer layers in the factory"
         )
     return _from_factory(name, on_meta).to(dtype)
 
@@ -117,7 +117,8 @@ def imported(name: str) -> Any:
     except (Exception, SystemExit) as error:  # importing runs the user's code
         raise LoadError(
             f"expected package.module:factory that can be imported, got {name!r} "
-            f"({in_full(error)}){raised_at(error)}; name the module as in an import statement"
+            f"({in_full(error)}){raised_at(error)}; name the module as in an import "
+            "statement, then a name that it defines"
         ) from error
     return found
 
@@ -127,8 +128,9 @@ def _from_factory(name: str, on_meta: bool) -> nn.Module:
     is_factory = callable(found) and not isinstance(found, nn.Module)
     model = _called(found, name, on_meta) if is_factory else found
     if not isinstance(model, nn.Module):
-        hint = "; pass inputs by --input" if isinstance(model, tuple) else ""
-        raise LoadError(f"expected a torch.nn.Module from {name!r}, got a {type(model).__name__}{hint}")
+        returns = "name a model, or a function that returns one"
+        hint = "pass inputs by --input" if isinstance(model, tuple) else returns
+        raise LoadError(f"expected a torch.nn.Module from {name!r}, got {type(model).__name__}; {hint}")
     check_module(model, "load")
     return model
 
@@ -145,5 +147,5 @@ def _called(factory: Any, name: str, on_meta: bool) -> Any:
     except (Exception, SystemExit) as error:
         raise LoadError(
             "expected a factory that can be called without arguments, got an error from "
-            f"{name!r} ({in_a_line(error)}){raised_at(error)}"
+            f"{name!r} ({in_a_line(error)}){raised_at(error)}; correct it, or name another function"
         ) from error

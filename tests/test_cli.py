@@ -677,9 +677,9 @@ MISTAKES: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     "no such factory": (lambda folder: ["models_of_mine:three"], "has no attribute 'three'"),
     "no model": (
         lambda folder: ["models_of_mine:number"],
-        "expected a torch.nn.Module from 'models_of_mine:number', got a int",
+        "expected a torch.nn.Module from 'models_of_mine:number', got int",
     ),
-    "no function": (lambda folder: ["math:pi"], "expected a torch.nn.Module from 'math:pi', got a float"),
+    "no function": (lambda folder: ["math:pi"], "expected a torch.nn.Module from 'math:pi', got float"),
     "a file of Python": (
         lambda folder: ["models_of_mine.py:two"],
         "; name the module as in an import statement",
@@ -708,7 +708,7 @@ MISTAKES: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     ),
     "a model and its inputs": (
         lambda folder: ["models_of_mine:with_inputs"],
-        "got a tuple; pass inputs by --input",
+        "got tuple; pass inputs by --input",
     ),
     "more layers than there are": (
         lambda folder: ["llama", "--layers", "13"],
@@ -739,7 +739,10 @@ MISTAKES: dict[str, tuple[Callable[[Path], list[str]], str]] = {
         lambda folder: ["llama", "--expect", "linear=1", "--expect", "linear=2"],
         "expected one number per rule for --expect, got linear=1 and linear=2",
     ),
-    "a factory's layers": (lambda folder: ["models_of_mine:two", "--layers", "1"], "are for configs"),
+    "a factory's layers": (
+        lambda folder: ["models_of_mine:two", "--layers", "1"],
+        "expected a config for --layers",
+    ),
     "no config": (lambda folder: [str(folder)], " without a config.json"),
     "no JSON": (
         lambda folder: [str(folder / "models_of_mine.py")],

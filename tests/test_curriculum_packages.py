@@ -1,6 +1,5 @@
 """The curriculum in transformers' Trainer and around accelerate's loaders."""
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from te_transform import training
 from te_transform.training import CurriculumError, SequenceCurriculum, TokenSchedule
-from tests.packages import llama
 
-ROOT = Path(__file__).parent.parent
 SIZE, VOCAB = 32, 11
 LENGTHS = [32, 8, 16, 24, 32, 32]  # of the steps 0 to 5
 Batches = list[tuple[int, int]]  # the row that a batch begins with, and its length
@@ -124,22 +121,6 @@ def test_a_checkpoint_without_tokens(tmp_path: Path) -> None:
         CurriculumError, match="expected a checkpoint with the curriculum's tokens, got one of"
     ):
         other.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
-
-
-def test_the_page_runs_as_it_is_written(tmp_path: Path) -> None:
-    """The Python of docs/training.md, section Sequence-length curriculum."""
-    page = (ROOT / "docs/training.md").read_text(encoding="utf-8")
-    section = page.partition("\n## Sequence-length curriculum\n")[2].partition("\n## ")[0]
-    blocks = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
-    made, _ = trainer(tmp_path, {"total_steps": 4}, max_steps=2)
-    made.remove_callback(training.CurriculumCallback)
-    ids = torch.randint(3, 50, (2, 64))
-    names = {"training": training, "torch": torch, "trainer": made, "model": llama()}
-    names["loader"] = [{"input_ids": ids, "labels": ids}] * 2
-    for block in blocks:
-        exec(compile(block, "docs/training.md", "exec"), names)
-    assert len(blocks) == 4
-    assert names["largest"] > 0
 
 
 def test_accelerate() -> None:

@@ -31,7 +31,15 @@ def blocks(file: str) -> list[str]:
 @pytest.mark.usefixtures("as_given")
 @pytest.mark.parametrize(
     "file",
-    ["README.md", "CONTRIBUTING.md", "docs/index.md", "docs/json.md", "docs/rules.md", "docs/verify.md"],
+    [
+        "README.md",
+        "CONTRIBUTING.md",
+        "docs/index.md",
+        "docs/json.md",
+        "docs/page.md",
+        "docs/rules.md",
+        "docs/verify.md",
+    ],
 )
 def test_examples_run(file: str, working_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = ModuleType("page")  # a rule is found again by its name in its module
@@ -103,6 +111,18 @@ def test_recipes_run_and_have_ten_lines_at_most(
     else:
         exec(compile(code, title, "exec"), given)
     assert len([line for line in code.splitlines() if line]) <= 10
+
+
+def test_the_page_on_training_runs(given: dict[str, Any]) -> None:
+    given["loader"] = torch.utils.data.DataLoader(given["dataset"], batch_size=2)
+    given["converted"] = te_transform.convert(given["model"], given["batch"], verify=False)
+    *code, with_accelerate = blocks("docs/training.md")
+    for block in code:
+        exec(compile(block, "docs/training.md", "exec"), given)
+    with pytest.raises(te_transform.training.OneBitError, match="expected a DistributedDataParallel model"):
+        exec(compile(with_accelerate, "docs/training.md", "exec"), given)  # one process has no DDP
+    assert given["largest"] > 0
+    assert given["state"]["state"]
 
 
 def test_torchtitan_trains_what_its_converter_made(given: dict[str, Any]) -> None:

@@ -192,7 +192,7 @@ def test_prints_collapsed_tables_and_notes() -> None:
 
 
 def test_inactive_sites_have_a_reason() -> None:
-    small = "a call of 64 tokens, fused products gain from 1,491 on (width 4096)"
+    small = "the call has 64 tokens, but fused products gain from 1,491 on (width 4096)"
     idle = [replace(site, inactive=small) for site in fused("linear", "h.0.fc", "h.1.fc")]
     found = report(*idle, *fused("attention", "h.0.attn", "h.1.attn"), *fused("linear", "h.2.fc"))
     assert found.title == "GPT: 5 sites fused (3 active in this call), 0 sites refused"

@@ -91,7 +91,8 @@ def _too_few_rows(
     least = limits.break_even_rows(width, in_fp8, in_graphs)
     if limits.ignore_size_limits or not isinstance(rows, int) or rows >= least:
         return None
-    return f"a call of {rows:,} tokens, {'FP8 gains' if in_fp8 else what} from {least:,} on (width {width})"
+    gain = "FP8 gains" if in_fp8 else what
+    return f"the call has {rows:,} tokens, but {gain} from {least:,} on (width {width})"
 
 
 def _too_small_for_kernel(site: Site, in_graphs: bool, has_kernels: bool) -> str | None:
@@ -102,7 +103,7 @@ def _too_small_for_kernel(site: Site, in_graphs: bool, has_kernels: bool) -> str
     if isinstance(site.fused, plain.PaddedLinear):
         tokens, least = math.prod(shape_of(first)[:-1]), limits.MIN_PADDED_TOKENS
         is_few = isinstance(tokens, int) and tokens < least
-        return f"a call of {tokens:,} tokens, padding gains from {least} on" if is_few else None
+        return f"the call has {tokens:,} tokens, but padding gains from {least} on" if is_few else None
     if not has_kernels:
         return None
     if isinstance(site.fused, plain.Rotary) and len(shape_of(first)) == 4:
@@ -113,12 +114,11 @@ def _too_small_for_kernel(site: Site, in_graphs: bool, has_kernels: bool) -> str
     if isinstance(site.fused, plain.WideLinear):
         work = math.prod(shape_of(first)[:-1]) * numel_of(others[0])
         is_small = isinstance(work, int) and work < limits.MIN_WIDE_WORK
-        return (
-            f"{work:,} products, tensor cores gain from {limits.MIN_WIDE_WORK:,.0f} on" if is_small else None
-        )
+        least = f"{limits.MIN_WIDE_WORK:,.0f}"
+        return f"{work:,} multiplications, but tensor cores gain from {least} on" if is_small else None
     is_loss = isinstance(site.fused, plain.CrossEntropy) and not in_graphs
     if is_loss and isinstance(numel_of(first), int) and numel_of(first) < limits.MIN_LOGITS:
-        return f"{numel_of(first):,} logits, TE's kernel gains from {limits.MIN_LOGITS:,.0f} on"
+        return f"{numel_of(first):,} logits, but TE's kernel gains from {limits.MIN_LOGITS:,.0f} on"
     return None
 
 
