@@ -23,7 +23,7 @@ from te_transform.backends.ranks import is_first_rank
 from te_transform.execution import timing
 from te_transform.execution.attach import attach, detach, runner_of
 from te_transform.execution.calibrate import calibrate
-from te_transform.execution.classes import give_classes_back
+from te_transform.execution.classes import restore_classes
 from te_transform.execution.console import progress
 from te_transform.execution.first_calls import FirstGraphs, fails_captured, first_calls, traced_otherwise
 from te_transform.execution.fp8_only import dequantize_weights
@@ -166,7 +166,7 @@ def _capture_and_report(
     if not (seen.graphs or options.run_original):  # for example with dynamo disabled
         runner.material.next_call = []
     if options.run_original:
-        give_classes_back(made)
+        restore_classes(made)
     runner.material.report = reported(made, runner, seen, samples[0])
     # all checks passed: parameters may be moved now
     joins = not options.compile or options.recipe is not None  # when compiled, only FP8 products need it

@@ -169,7 +169,7 @@ def test_the_steps_are_those_of_convert() -> None:
     others |= {"report", "_copy", "_output_tensors", "_is_trainable", "watched_calls", "preserved"}
     others |= {"detach", "progress", "is_first_rank"}
     others |= {"replace", "_convert", "_fastest"}  # whose steps are these; see test_auto for the latter
-    others |= {"give_classes_back", "fails_captured"}  # of a model that runs as it is; see test_capture
+    others |= {"restore_classes", "fails_captured"}  # of a model that runs as it is; see test_capture
     assert named - others - INSIDE.keys() <= STEPS.keys(), "a step of convert() that no test here lets fail"
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from te_transform.execution.classes import made_of
+from te_transform.execution.classes import user_class_behind
 from te_transform.plan.options import skipped_by
 
 
@@ -45,7 +45,7 @@ def _blocks(model: nn.Module) -> dict[str, nn.Module]:
         inside = any(path.startswith(f"{block}.") for block in found)
         if isinstance(module, nn.ModuleList) and not inside:
             layers = [layer for layer in module if layer is not None]  # a list may contain None
-            alike = len({made_of(type(layer)) for layer in layers}) == 1
+            alike = len({user_class_behind(type(layer)) for layer in layers}) == 1
             if alike and any(True for _ in layers[0].children()):
                 found |= {f"{path}.{name}": child for name, child in module.named_children()}
     return {path: block for path, block in found.items() if type(block).forward is not nn.Module.forward}

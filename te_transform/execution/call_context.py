@@ -11,7 +11,9 @@ from torch import Tensor, nn
 
 from te_transform.backends.tracing import checkpoint_hooks, in_backward, recorded, saving_hooks, transformed
 from te_transform.execution.classes import ModuleRole, Role
+from te_transform.execution.division import Division
 from te_transform.execution.modes import is_dispatch_mode_on, is_foreign_mode_on, is_graph_mode_on
+from te_transform.plan.options import Options
 
 
 class CallContext:
@@ -105,7 +107,7 @@ class ModuleCall(CallContext):
         module: the called module.
         forward: the forward of the user's class.
         options: of the conversion.
-        division: of the parameters among ranks.
+        division: of the parameters among ranks, or None.
         trial: the trial that times this call, or None.
         checkpoint: the hooks of a checkpoint around the call, or None.
     """
@@ -117,11 +119,12 @@ class ModuleCall(CallContext):
         forward: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
+        options: Options,
+        division: Division | None = None,
     ):
         super().__init__(args, kwargs)
         self.role, self.module, self.forward = role, module, forward
-        self.options: Any = None
-        self.division: Any = None
+        self.options, self.division = options, division
         self.trial: Any = None
         self.checkpoint = checkpoint_hooks()
 

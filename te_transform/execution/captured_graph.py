@@ -149,8 +149,7 @@ class CapturedGraph:
 
     def calls(self) -> CallCounts:
         """Return the calls so far."""
-        in_kernels = self.as_captured.in_kernels
-        plain = [op.plain_calls.total() for op in in_kernels]
+        plain = [op.plain_calls.total() for op in self.as_captured.kernel_ops]
         return CallCounts(self.as_captured.calls, self.fused.calls, plain)
 
     def has_gained(self, before: CallCounts) -> bool:

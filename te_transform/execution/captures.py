@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from te_transform.execution.captured_graph import CapturedGraph
-from te_transform.execution.classes import own_class
+from te_transform.execution.classes import user_class
 from te_transform.plan.match import Site
 
 Capture = Callable[..., Any]
@@ -47,7 +47,7 @@ class Captures:
 
     def note_methods(self, model: nn.Module) -> None:
         """Note the current methods on the path of the modules' calls."""
-        self.methods |= {kind: _methods_called(kind) for kind in map(own_class, model.modules())}
+        self.methods |= {kind: _methods_called(kind) for kind in map(user_class, model.modules())}
 
     def forget_replaced(self) -> None:
         """Discard all captured forwards if a method on the path of the modules' calls was replaced."""

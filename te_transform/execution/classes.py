@@ -29,7 +29,7 @@ from te_transform.plan.model import CONVERTED, ModelError
 
 log = logging.getLogger(__name__)
 
-_cutting: ContextVar[bool] = ContextVar("_cutting", default=False)  # True if calls of parts end graphs
+_parts_end_graphs: ContextVar[bool] = ContextVar("_parts_end_graphs", default=False)
 
 
 class Carrier(Protocol):
@@ -38,7 +38,7 @@ class Carrier(Protocol):
     precision: Precision | None
 
     def call(
-        self, role: ModuleRole, forward: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict
+        self, role: ModuleRole, module: nn.Module, forward: Callable[..., Any], args: tuple, kwargs: dict
     ) -> Any:
         """Run a call of the model, a part or a block. `forward` is the forward of the user's class."""
 
@@ -80,81 +80,77 @@ def swap_class(module: nn.Module, role: ModuleRole) -> None:
 def restore_class(module: nn.Module) -> None:
     """Restore the user's class and forward of a module."""
     module.__dict__.pop(CONVERTED, None)
-    _give_class_back(module)
+    module.__class__ = user_class(module)
 
 
-def _give_class_back(module: nn.Module) -> None:
-    module.__class__ = own_class(module)
-
-
-def own_class(module: nn.Module) -> type:
+def user_class(module: nn.Module) -> type:
     """Return the class of a module before the conversion."""
     return _ORIGINALS.get(type(module), type(module))
 
 
-def made_of(kind: type) -> type:
+def user_class_behind(kind: type) -> type:
     """Return the user's class behind a swapped class, from which FSDP2 may have derived another."""
     return next((_ORIGINALS[base] for base in kind.__mro__ if base in _ORIGINALS), kind)
 
 
-def give_classes_back(model: nn.Module) -> None:
+def restore_classes(model: nn.Module) -> None:
     """Restore the class of every module: the model runs the user's own code and keeps its report."""
     for module in model.modules():
-        _give_class_back(module)
+        module.__class__ = user_class(module)
 
 
 @contextmanager
-def own_classes(model: nn.Module) -> Iterator[None]:
-    """Restore the user's class of every module inside of the context."""
-    found = [(module, type(module)) for module in model.modules() if type(module) in _ORIGINALS]
-    give_classes_back(model)
+def with_user_classes(model: nn.Module) -> Iterator[None]:
+    """Restore the class of every module inside of the context."""
+    swapped = [(module, type(module)) for module in model.modules() if type(module) in _ORIGINALS]
+    restore_classes(model)
     try:
         yield
     finally:
-        for module, kind in found:
+        for module, kind in swapped:
             module.__class__ = kind
 
 
 @contextmanager
-def parts_stay_out(stay: bool) -> Iterator[None]:
+def parts_end_graphs(end: bool) -> Iterator[None]:
     """Choose how captures inside of the context treat parts of the model.
 
     Args:
-        stay: True ends a graph at the call of a part, which then runs its own captured forward. False traces
+        end: True ends a graph at the call of a part, which then runs its own captured forward. False traces
             the part with its caller.
     """
-    token = _cutting.set(stay)
+    token = _parts_end_graphs.set(end)
     try:
         yield
     finally:
-        _cutting.reset(token)
+        _parts_end_graphs.reset(token)
 
 
 # dynamo calls these functions while tracing and leaves them out of the graph
 @torch._dynamo.assume_constant_result
-def _stays_out() -> bool:
-    return _cutting.get() and is_our_capture()
+def _ends_graph() -> bool:
+    return _parts_end_graphs.get() and is_our_capture()
 
 
 @torch._dynamo.disable
-def _by_itself(forward: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict) -> Any:
+def _run_outside(module: nn.Module, forward: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
     """Run the captured forward of a part or a block. Dynamo ends the outer graph at this function."""
     role = vars(module).get(CONVERTED)
     if role is None:
         return forward(module, *args, **kwargs)
-    return role.runner.call(role, forward, module, args, kwargs)
+    return role.runner.call(role, module, forward, args, kwargs)
 
 
 @torch._dynamo.assume_constant_result
-def _tell_compilers() -> bool:
+def _warn_if_compiled_outside() -> bool:
     # if dynamo cannot trace a forward, it traces the functions that the forward calls
     if CompileContext.try_get() is not None and not is_our_capture() and not torch.compiler.is_exporting():
-        tell_of_the_option()
+        warn_compiled_outside()
     return True
 
 
 @functools.cache  # warn once: dynamo traces pieces of a forward repeatedly
-def tell_of_the_option() -> None:
+def warn_compiled_outside() -> None:
     """Warn that torch.compile around a converted model compiles the user's own forward."""
     log.warning(
         "a converted model is compiled from outside, which compiles the user's own forward: to compile "
@@ -162,8 +158,8 @@ def tell_of_the_option() -> None:
     )
 
 
-for _asked in (_tell_compilers, _stays_out):
-    skip_code(_asked.__code__)  # the code is not part of the user's forward
+for _traced in (_warn_if_compiled_outside, _ends_graph):
+    skip_code(_traced.__code__)  # the code is not part of the user's forward
 
 _SUBCLASSES: dict[tuple[type, frozenset[str]], type] = {}
 _ORIGINALS: dict[type, type] = {}
@@ -179,7 +175,7 @@ def captured_class(kind: type, skipped: frozenset[str] = frozenset()) -> type:
         ModelError: the class cannot be subclassed.
     """
     kind = _ORIGINALS.get(kind, kind)
-    if made_of(kind) is not kind:
+    if user_class_behind(kind) is not kind:
         return kind
     if (kind, skipped) not in _SUBCLASSES:
         named = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
@@ -211,11 +207,11 @@ def _overridden_methods(kind: type) -> dict[str, Callable[..., Any]]:
         # dynamo does not guard hooks for all modules
         if is_capturing() or _has_any_global_hook() or (role := self.__dict__.get(CONVERTED)) is None:
             if is_compiling_here():
-                if _stays_out():
-                    return _by_itself(own, self, args, kwargs)
-                _tell_compilers()
+                if _ends_graph():
+                    return _run_outside(self, own, args, kwargs)
+                _warn_if_compiled_outside()
             return own(self, *args, **kwargs)
-        return role.runner.call(role, own, self, args, kwargs)
+        return role.runner.call(role, self, own, args, kwargs)
 
     @functools.wraps(kind.train)
     def train(self: nn.Module, mode: bool = True) -> nn.Module:
@@ -236,9 +232,9 @@ def _reduce(self: nn.Module, protocol: int) -> Any:
     make, (_, *args), *rest = reduced
     role = vars(self).get(CONVERTED)
     skipped = frozenset() if role is None else role.skipped
-    return (_made_again, (make, _ORIGINALS[type(self)], skipped, *args), *rest)
+    return (_remake, (make, _ORIGINALS[type(self)], skipped, *args), *rest)
 
 
-def _made_again(make: Callable[..., nn.Module], kind: type, skipped: frozenset[str], *args: Any) -> nn.Module:
+def _remake(make: Callable[..., nn.Module], kind: type, skipped: frozenset[str], *args: Any) -> nn.Module:
     """Unpickle a module into the subclass."""
     return make(captured_class(kind, skipped), *args)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from te_transform.execution.captured_graph import CapturedGraph, Observer
-from te_transform.execution.classes import own_classes
+from te_transform.execution.classes import with_user_classes
 from te_transform.execution.console import progress
 from te_transform.execution.distances import distance, rounding
 from te_transform.execution.runner import Runner
@@ -111,7 +111,7 @@ def traced_otherwise(
 
     if any(tensor.is_meta for tensor in found):  # without numbers
         return None
-    with own_classes(model):
+    with with_user_classes(model):
         expected = outputs()
         off = _off(found, expected)
         # a forward whose results differ from call to call draws random numbers outside of PyTorch
@@ -131,7 +131,7 @@ def fails_captured(
     """
 
     def takes(one: nn.Module, twin: nn.Module | None) -> bool:
-        with own_classes(one), preserved(one, twin), torch.set_grad_enabled(_is_trainable(model)):
+        with with_user_classes(one), preserved(one, twin), torch.set_grad_enabled(_is_trainable(model)):
             try:
                 for sample in samples:
                     call(one.train(), sample)
@@ -191,7 +191,7 @@ def watched_calls(
         see(arguments)
         writes.note_graph(graph.captured, arguments)
         seen.graphs[graph.path_in(seen.names, arguments), graph] = None
-        if not graph.fused.small_batch.takes_any_number:
+        if not graph.fused.small_batch.never_gains:
             seen.groups |= dict.fromkeys(graph.groups(arguments))
 
     with unwritten() as writes:

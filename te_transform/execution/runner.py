@@ -31,7 +31,7 @@ from te_transform.execution.blocks import blocks, skipped_inside
 from te_transform.execution.call_context import ModuleCall
 from te_transform.execution.captured_graph import CapturedGraph, Observer
 from te_transform.execution.captures import Captures, Checker
-from te_transform.execution.classes import ModuleRole, Role, parts_stay_out, swap_class
+from te_transform.execution.classes import ModuleRole, Role, parts_end_graphs, swap_class
 from te_transform.execution.division import Division, RankGroup
 from te_transform.execution.executors.user_code import UserCode
 from te_transform.execution.extension import Extension
@@ -104,13 +104,13 @@ class Runner:
     # the path of a call
 
     def call(
-        self, role: ModuleRole, forward: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict
+        self, role: ModuleRole, module: nn.Module, forward: Callable[..., Any], args: tuple, kwargs: dict
     ) -> Any:
         """Run a call of the model, a part or a block. `forward` is the forward of the user's class."""
         if role.kind is Role.PART and _calling.get() is not None:
             return forward(module, *args, **kwargs)
-        call, extension = ModuleCall(role, module, forward, args, kwargs), self.extension
-        call.options, call.division = self.options, self.division
+        call = ModuleCall(role, module, forward, args, kwargs, self.options, self.division)
+        extension = self.extension
         self.material.was_called |= call.is_root
         token, before = _calling.set(call), len(self.graphs)
         try:
@@ -166,7 +166,7 @@ class Runner:
         policy.skip_this_mode.discard(kind)  # left over from a call that raised
         stand_ins = nullcontext() if self.division is None else self.division.standing_in(module.modules())
         try:
-            with parts_stay_out(is_around), set_aside(), stand_ins, suppress(_OnStandIns):
+            with parts_end_graphs(is_around), set_aside(), stand_ins, suppress(_OnStandIns):
                 out = run(module, *call.args, **call.kwargs)
             policy.end_call(module)
             if self.division is not None and (run.turned_off or kind in policy.skip_this_call):
@@ -208,13 +208,13 @@ class Runner:
         divided = self.division is not None
         return capture(
             forward,
-            lambda captured, inputs: held().backend(captured, inputs, kind),
-            lambda: kind in held().policy.skip_this_call,
-            False if divided else None,  # the sizes of shards are constant
+            backend=lambda captured, inputs: held().backend(captured, inputs, kind),
+            leaves=lambda: kind in held().policy.skip_this_call,
+            dynamic=False if divided else None,  # the sizes of shards are constant
             # around blocks, calls of parts end the graphs, and these breaks are not reported
-            None if is_around else self.material.breaks,
+            reasons=None if is_around else self.material.breaks,
             # a divided model would first run the user's code on stand-ins
-            None if divided else lambda why: held().tell(why),
+            tell=None if divided else lambda why: held().tell(why),
         )
 
     def backend(

@@ -47,14 +47,14 @@ class SmallBatch:
         self.gains = any(site.fused.gains for site in self.products)
         self.fuses_all = options.recipe is not None or options.graphs
         placeholders = [node for node in plan.captured.graph.nodes if node.op == "placeholder"]
-        names = {node.name: place for place, node in enumerate(placeholders)}
+        names = {node.name: index for index, node in enumerate(placeholders)}
         weights = [weight for site in self.products for group in site.weights for weight in group]
-        self.first = names[weights[0].meta["origin"]] if weights else 0
+        self.first_weight = names[weights[0].meta["origin"]] if weights else 0
         # FP8-only weights have kernels of their own at any size
         self.is_possible = bool(weights) and not any(is_fp8_only(value(weight)) for weight in weights)
         self.symbols = {
-            place: value(node).node.expr
-            for place, node in enumerate(placeholders)
+            index: value(node).node.expr
+            for index, node in enumerate(placeholders)
             if isinstance(value(node), torch.SymInt)
         }
         self.work = {
@@ -65,16 +65,16 @@ class SmallBatch:
             )
             for site in self.products
         }
-        # by the sizes of a call: the work of its products, and the last answer of gains_nothing()
+        # by the sizes of a call: the work of its products, and the last answer of refuse()
         self.rows: dict[tuple[int, ...], list[RowWork] | None] = {}
         self.answers: dict[tuple[int, ...], str | None] = {}
 
     @property
-    def takes_any_number(self) -> bool:
+    def never_gains(self) -> bool:
         """True if fused products gain nothing at any size."""
         return self.is_possible and not (self.gains or self.fuses_all or limits.ignore_size_limits)
 
-    def gains_nothing(self, arguments: Sequence[Any]) -> str | None:
+    def refuse(self, arguments: Sequence[Any]) -> str | None:
         """Return why fused products gain nothing in a call with these arguments, or None if they gain.
 
         Counts the products as plain calls. A checkpoint repeats the forward's decision, because the recipe
@@ -82,7 +82,7 @@ class SmallBatch:
         """
         if not self.is_possible or limits.ignore_size_limits:
             return None
-        sizes = tuple(arguments[place] for place in self.symbols)
+        sizes = tuple(arguments[index] for index in self.symbols)
         if not all(isinstance(size, int) for size in sizes):  # sizes of nested and fake tensors are symbols
             return _DATA_DEPENDENT
         if sizes not in self.rows:
@@ -96,7 +96,7 @@ class SmallBatch:
 
     def _why(self, rows: list[RowWork] | None, arguments: Sequence[Any]) -> str | None:
         # under accumulate(), kernels must add gradients to its buffers
-        if rows is None or read_state(arguments[self.first]).gradients is not None:
+        if rows is None or read_state(arguments[self.first_weight]).gradients is not None:
             return None
         in_fp8 = self.backend.recipe_now() is not None
         gaining = [each for each in rows if each.gains or in_fp8 or limits.replayed]

@@ -24,13 +24,13 @@ from te_transform.execution.captured_graph import CapturedGraph
 
 IN_A_ROW = 5  # consecutive timed calls; the first is dropped (cold caches)
 ROUNDS = 4  # alternating runs of such calls; the fastest call counts, because delays have other causes
-LASTS = 1000  # calls until the next trial: dtypes, trained parameters and the load may change
+CALLS_UNTIL_NEXT = 1000  # calls until the next trial: dtypes, trained parameters and the load may change
 MAX_TRIALS = 64  # the maximum number of trials
 
 graphs_only = Switch()
 """Calls run captured graphs where the user's own code may be faster, too: a profile labels graphs."""
 
-TOLD = "fusion does not speed up the call, and the user's own code is faster than captured graphs"
+OWN_IS_FASTER = "fusion does not speed up the call, and the user's own code is faster than captured graphs"
 
 
 @dataclass
@@ -53,14 +53,16 @@ class Trial:
         self.own = bool(len(self.calls) // IN_A_ROW % 2)
         if len(self.calls) >= IN_A_ROW * ROUNDS:
             counted = [call for number, call in enumerate(self.calls) if number % IN_A_ROW]
-            taken = [[seconds(*when) for way, *when in counted if way is one] for one in (True, False)]
-            fastest_own, fastest_captured = (min(each, default=math.inf) for each in taken)
+            taken = {True: [math.inf], False: [math.inf]}  # seconds, True: of the user's own code
+            for is_own, *times in counted:
+                taken[is_own].append(seconds(*times))
+            fastest_own, fastest_captured = min(taken[True]), min(taken[False])
             self.choose(fastest_own < fastest_captured)
 
     def choose(self, own: bool) -> None:
         """Choose the code until the next trial."""
         self.calls.clear()
-        self.own, self.left = own, LASTS
+        self.own, self.left = own, CALLS_UNTIL_NEXT
 
     def count_down(self) -> None:
         """Count a call, and start the next trial after the last one."""
@@ -87,11 +89,11 @@ class Trials:
         - inside accumulate();
         - with deterministic algorithms.
         """
-        looked_at = (
+        is_watched = (
             ignore_size_limits or whole_logits or graphs_only or call.is_transformed or call.is_seen_below
         )
         is_repeated = call.is_checkpointed or call.in_backward
-        if looked_at or call.is_recorded or is_repeated or accumulating or call.is_deterministic:
+        if is_watched or call.is_recorded or is_repeated or accumulating or call.is_deterministic:
             return None
         # contents of lists and caches are ignored: this lookup runs in each call
         kinds = (

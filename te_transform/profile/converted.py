@@ -51,7 +51,7 @@ class Labeled:
         told = version.plan, version.scattered, version.disabled
         if isinstance(executor, Fused):
             return lower(*told)
-        return lower_unfused(*told, rotations=self.graph.as_captured.has_rotations)
+        return lower_unfused(*told, rotations=self.graph.as_captured.fuses_rotations)
 
 
 class _Interpreter(fx.Interpreter):

@@ -240,7 +240,7 @@ def test_torch_compile_with_the_backend_compiles(compilations: Compiler) -> None
 
 def test_torch_compile_of_a_converted_model_warns_of_the_option() -> None:
     pair = Pair.of(Block)
-    classes.tell_of_the_option.cache_clear()
+    classes.warn_compiled_outside.cache_clear()
     with logged("te_transform") as said:
         outside = torch.compile(pair.converted, backend="eager", fullgraph=True, dynamic=False)
         torch.testing.assert_close(outside(pair.x), pair.original(pair.x))

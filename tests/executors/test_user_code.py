@@ -24,7 +24,15 @@ from te_transform.execution.attach import runner_of
 from te_transform.execution.executors.captured import Captured
 from te_transform.execution.executors.fused import Fused
 from te_transform.execution.executors.user_code import UserCode
-from te_transform.execution.trials import IN_A_ROW, LASTS, MAX_TRIALS, ROUNDS, TOLD, Trial, Trials
+from te_transform.execution.trials import (
+    CALLS_UNTIL_NEXT,
+    IN_A_ROW,
+    MAX_TRIALS,
+    OWN_IS_FASTER,
+    ROUNDS,
+    Trial,
+    Trials,
+)
 from tests.models.tiny import WIDTH, Tiny
 from tests.zoo import CASES, seeded
 
@@ -86,7 +94,7 @@ def test_the_faster_code_runs_after_a_trial(way: bool, ran: list[str], clock: Cl
         model(x)
     assert ran == [*TRIAL, way, way, way]
     told = te_transform.report(model).plain_calls
-    assert told.get(TOLD, 0) == (3 if way == OWN else 0)
+    assert told.get(OWN_IS_FASTER, 0) == (3 if way == OWN else 0)
 
 
 def test_a_trial_computes_the_original_bits_and_random_numbers(ran: list[str], clock: Clock) -> None:
@@ -134,9 +142,9 @@ def test_a_choice_ends_with_the_next_trial(ran: list[str], clock: Clock) -> None
     model = converted(seeded(Tiny), x, clock)
     end_trial(model, x)
     ran.clear()
-    for _ in range(LASTS + 1):
+    for _ in range(CALLS_UNTIL_NEXT + 1):
         model(x)
-    assert ran == [OWN] * LASTS + [CAPTURED]
+    assert ran == [OWN] * CALLS_UNTIL_NEXT + [CAPTURED]
 
 
 def _checkpointed(model: nn.Module, x: Tensor) -> None:

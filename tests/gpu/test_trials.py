@@ -10,7 +10,7 @@ from transformers import ViTConfig, ViTForImageClassification
 
 import te_transform
 from te_transform.execution.attach import runner_of
-from te_transform.execution.trials import IN_A_ROW, LASTS, ROUNDS, TOLD
+from te_transform.execution.trials import CALLS_UNTIL_NEXT, IN_A_ROW, OWN_IS_FASTER, ROUNDS
 
 pytestmark = pytest.mark.usefixtures("by_size")
 
@@ -31,5 +31,5 @@ def test_both_ways_compute_the_same_until_one_is_chosen(backend: str) -> None:
         losses[-1].backward()
     assert all(torch.equal(loss, original(**batch).loss) for loss in losses)
     (trial,) = (trial for trial in runner_of(model).user_code.trials.trials.values() if trial.left)
-    assert LASTS - 5 <= trial.left < LASTS
-    assert (TOLD in te_transform.report(model).plain_calls) is trial.own
+    assert CALLS_UNTIL_NEXT - 5 <= trial.left < CALLS_UNTIL_NEXT
+    assert (OWN_IS_FASTER in te_transform.report(model).plain_calls) is trial.own

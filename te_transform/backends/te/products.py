@@ -45,7 +45,7 @@ class _TEProduct(MatrixProduct):
     def forward(self, x: Tensor, *tensors: Tensor | None, state: ProductState | None = None) -> Out:
         """Compute x [..., in] -> [..., out]; with a `state`, in FP8 for a compiler, see state_for()."""
         if state is not None and not transformed():
-            return self._recorded(scaling_of(FP8GlobalStateManager.get_fp8_recipe()), state, x, tensors)
+            return self._for_compiler(scaling_of(FP8GlobalStateManager.get_fp8_recipe()), state, x, tensors)
         if traced():
             return self.plain(plain.product, x, *tensors)
         weights = self._weights(tensors)
@@ -54,16 +54,16 @@ class _TEProduct(MatrixProduct):
         # torch.utils.checkpoint repeats a forward within the backward, where no autocast is active
         call = kernel.call_again() if not enabled and in_backward() else None
         if call is not None:
-            return self._again(kernel, call, x, tensors, gradients)
+            return self._repeat(kernel, call, x, tensors, gradients)
         in_fp8 = enabled and in_recipe(weights[0], self.in_fp8)
         if not (in_fp8 or gradients or self._may_gain()):
             return self.plain(plain.product, x, *tensors)
         why = self._why_plain(x, weights, in_fp8, gradients is not None)
-        inside = in_fp8 and why is None
-        kernel.calibrating = inside and not self._has_scales(
+        allowed = in_fp8 and why is None
+        kernel.calibrating = allowed and not self._has_scales(
             kernel, FP8GlobalStateManager.get_fp8_recipe(), weights, _needs_gradient(x, *tensors)
         )
-        kernel.in_fp8 = inside and not kernel.calibrating
+        kernel.in_fp8 = allowed and not kernel.calibrating
         if _may_be_repeated() and (enabled or kernel.calls.noted):
             kernel.note_call()
         if why or kernel.calibrating:
@@ -77,16 +77,18 @@ class _TEProduct(MatrixProduct):
         """Return True if TE's module runs in the weights' own dtype too, because it gains or is verified."""
         return self.gains or bool(ignore_size_limits)
 
-    def _recorded(
+    def _for_compiler(
         self, scaling: Scaling, state: ProductState, x: Tensor, tensors: Sequence[Tensor | None]
     ) -> Out:
         """Compute a call in FP8 by operations that a compiler records."""
         return self.plain(scaling.product(state), x, *tensors)
 
     def _weights(self, tensors: Sequence[Tensor | None]) -> list[Tensor]:
-        return [tensors[place - 1] for place in self.PRODUCTS]
+        return [tensors[position - 1] for position in self.PRODUCTS]  # x is the first argument
 
-    def _why_plain(self, x: Tensor, weights: Sequence[Tensor], in_fp8: bool, adds: bool) -> str | None:
+    def _why_plain(
+        self, x: Tensor, weights: Sequence[Tensor], in_fp8: bool, adds_gradients: bool
+    ) -> str | None:
         """Return why a call with this input runs in plain PyTorch, or None."""
         for weight in weights:
             if why := without_kernel(x, weight, in_fp8):
@@ -94,15 +96,15 @@ class _TEProduct(MatrixProduct):
         factor = multiple(FP8GlobalStateManager.get_fp8_recipe()) if in_fp8 else 1
         if any(size % factor for weight in weights for size in weight.shape):
             return f"weights whose sizes are no multiples of {factor}"
-        held = in_fp8 and any(map(is_fp8_only, weights))
-        if held and all(few_rows.takes(x, weight) for weight in weights) and not torch.is_grad_enabled():
+        only_fp8 = in_fp8 and any(map(is_fp8_only, weights))
+        if only_fp8 and all(few_rows.takes(x, weight) for weight in weights) and not torch.is_grad_enabled():
             return "few rows, whose products read weights that are held in FP8 alone"
         # other plain calls would dequantize such weights, and do not add to main_grad
-        if adds or held:
+        if adds_gradients or only_fp8:
             return None
         return too_small(x.shape[:-1].numel(), min(weights[0].shape), in_fp8)
 
-    def _again(
+    def _repeat(
         self,
         kernel: Kernel,
         call: NotedCall,
@@ -168,7 +170,7 @@ class _TEProduct(MatrixProduct):
         """Compute a call in the dtype of the weights, even if a recipe is active."""
 
         def run(x: Tensor, *given: Tensor | None) -> Out:
-            given = self._by_rows(kernel, given, tensors, gradients)
+            given = self._kernel_arguments(kernel, given, tensors, gradients)
             if not FP8GlobalStateManager.is_fp8_enabled():
                 return kernel.te.run(x, given, gradients is not None)
             with autocast(None, enabled=False):
@@ -182,7 +184,7 @@ class _TEProduct(MatrixProduct):
         self, kernel: Kernel, x: Tensor, tensors: Sequence[Tensor | None], gradients: GradientSums | None
     ) -> Out:
         """Compute a call in the active recipe, with padded rows."""
-        given = self._by_rows(kernel, tensors, tensors, gradients)
+        given = self._kernel_arguments(kernel, tensors, tensors, gradients)
 
         def run(x: Tensor) -> Out:
             return differentiable_once(kernel.te.run(x, given, gradients is not None, kernel.keeps), _ONCE)
@@ -190,25 +192,33 @@ class _TEProduct(MatrixProduct):
         out = with_full_rows(run, x, multiple(FP8GlobalStateManager.get_fp8_recipe()))
         return self._watched(out, tensors)
 
-    def _by_rows(
+    def _kernel_arguments(
         self,
         kernel: Kernel,
         given: Sequence[Tensor | None],
         tensors: Sequence[Tensor | None],
         gradients: GradientSums | None,
     ) -> list[Tensor | None]:
-        """Return the arguments of a kernel: `given`, with contiguous weights that have their main_grad."""
+        """Return the arguments of a kernel: `given`, with contiguous weights that have their main_grad.
+
+        Args:
+            kernel: gets the arguments.
+            given: the tensors of the call, as differentiable_twice() passes them.
+            tensors: the tensors of the call, which own the gradient sums.
+            gradients: the gradient sums of accumulate(), or None.
+        """
         found = list(given)
-        for place in (place - 1 for place in self.PRODUCTS):
-            weight = given[place]
+        for number, position in enumerate(self.PRODUCTS):  # among the arguments, of which x is the first
+            index = position - 1
+            weight = given[index]
             if is_fp8_only(weight):
-                found[place] = kernel.tensor_of(self.PRODUCTS.index(place + 1), weight)
+                found[index] = kernel.tensor_of(number, weight)
                 continue
             weight = weight.contiguous()
             if gradients is not None and torch.is_grad_enabled():
                 weight = weight.view_as(weight)  # parameters stay as they are
-                weight.main_grad = gradients.of(tensors[place])
-            found[place] = weight
+                weight.main_grad = gradients.of(tensors[index])
+            found[index] = weight
         return found
 
     def _watched(self, out: Out, tensors: Sequence[Tensor | None]) -> Out:
@@ -223,7 +233,7 @@ class _TEProduct(MatrixProduct):
         form = (*self.form, bias, first.dtype, *map(_slice_of, weights))
         kernels = state_of(first).kernels
         if form not in kernels:
-            kernels[form] = self._made(weights, bias=bias, params_dtype=first.dtype)
+            kernels[form] = self._make_kernel(weights, bias=bias, params_dtype=first.dtype)
         return kernels[form]
 
     @property
@@ -231,7 +241,7 @@ class _TEProduct(MatrixProduct):
         """The key of a kernel among those of one parameter, beside dtype and sizes."""
         raise NotImplementedError
 
-    def _made(self, weights: Sequence[Tensor], **options: Any) -> Kernel:
+    def _make_kernel(self, weights: Sequence[Tensor], **options: Any) -> Kernel:
         raise NotImplementedError
 
 
@@ -264,7 +274,7 @@ class Linear(_TEProduct, plain.Linear):
     def _may_gain(self) -> bool:
         return False
 
-    def _made(self, weights: Sequence[Tensor], **options: Any) -> Kernel:
+    def _make_kernel(self, weights: Sequence[Tensor], **options: Any) -> Kernel:
         outs, ins = weights[0].shape
         return Kernel(lambda: te.Linear(ins, outs, device="meta", **options), ("weight", "bias"), weights)
 
@@ -289,16 +299,18 @@ class LayerNormLinear(_TEProduct, plain.LayerNormLinear):
         }
         return norm | {"return_layernorm_output": True} if self.returns_norm else norm
 
-    def _by_rows(self, kernel: Kernel, given: Sequence[Tensor | None], *rest: Any) -> list[Tensor | None]:
+    def _kernel_arguments(
+        self, kernel: Kernel, given: Sequence[Tensor | None], *rest: Any
+    ) -> list[Tensor | None]:
         """Add constant vectors for a missing scale or bias, because TE's norms always have both."""
-        scale, bias, weight, *others = super()._by_rows(kernel, given, *rest)
+        scale, bias, weight, *others = super()._kernel_arguments(kernel, given, *rest)
         if scale is None:
             scale = kernel.vector(0.0 if self.zero_centered_gamma else 1.0, weight)
         if bias is None and self.normalization == "LayerNorm":
             bias = kernel.vector(0.0, weight)
         return [scale, bias, weight, *others]
 
-    def _made(self, weights: Sequence[Tensor], **options: Any) -> Kernel:
+    def _make_kernel(self, weights: Sequence[Tensor], **options: Any) -> Kernel:
         (outs, ins), options = weights[0].shape, {**options, **self._norm}
         names = ("layer_norm_weight", "layer_norm_bias", "weight", "bias")
         return Kernel(lambda: te.LayerNormLinear(ins, outs, device="meta", **options), names, weights)
@@ -311,7 +323,7 @@ class LayerNormMLP(LayerNormLinear, plain.LayerNormMLP):
     def form(self) -> tuple[Any, ...]:
         return "LayerNormMLP", self.activation, *self._norm.values()
 
-    def _recorded(
+    def _for_compiler(
         self, scaling: Scaling, state: ProductState, x: Tensor, tensors: Sequence[Tensor | None]
     ) -> Out:
         norm_weight, norm_bias, *rest = tensors
@@ -320,7 +332,7 @@ class LayerNormMLP(LayerNormLinear, plain.LayerNormMLP):
         has_kernels = self.activation != EXACT_GELU and (self.gated == "no" or fc1_bias is None)
         has_kernels = has_kernels and (plain.clamp_of(self.activation) is None or with_limits())
         if not has_kernels or not scaling.delayed or not with_own_activations():
-            return super()._recorded(scaling, state, x, tensors)
+            return super()._for_compiler(scaling, state, x, tensors)
         normed = self.norm(x, norm_weight, norm_bias)
         return self._with_norm(scaling.mlp(state, self.activation, normed, *rest), normed)
 
@@ -331,7 +343,7 @@ class LayerNormMLP(LayerNormLinear, plain.LayerNormMLP):
             return "a clamped gate, whose parameters this version of TE does not have"
         return super()._why_plain(*call)
 
-    def _made(self, weights: Sequence[Tensor], **options: Any) -> Kernel:
+    def _make_kernel(self, weights: Sequence[Tensor], **options: Any) -> Kernel:
         hidden, inner = weights[1].shape
         name, limits = activation_and_limits(self.activation)
         options |= {**self._norm, "activation": activation_of(name, options["bias"])}

@@ -32,9 +32,9 @@ class Captured:
         self.version = version
         self.calls = 0  # the number of calls so far
         products = [site for site in version.sites if site.is_product]
-        self.has_rotations = not any(site.fused.gains for site in products)
-        # ops that gain if a kernel runs a call, and that count the calls without a kernel
-        self.in_kernels = [
+        self.fuses_rotations = not any(site.fused.gains for site in products)
+        # ops that are faster in a kernel, and count their calls without one
+        self.kernel_ops = [
             site.fused
             for site in version.sites
             if not site.is_product
@@ -57,7 +57,7 @@ class Captured:
         version = self.version
         try:
             plan, scattered, disabled = version.plan, version.scattered, version.disabled
-            return by_layers(lower_unfused(plan, scattered, disabled, rotations=self.has_rotations))
+            return by_layers(lower_unfused(plan, scattered, disabled, rotations=self.fuses_rotations))
         except Exception as error:
             log.warning("a graph runs as captured in calls of few tokens", exc_info=error)
             version.tell(in_full(error))

@@ -44,12 +44,6 @@ class LastStep(NamedTuple):
     signature: weakref.ref[CallSignature]
 
 
-class Again(NamedTuple):
-    """A function of the graph's arguments that replays a call like the last one."""
-
-    replay: Callable[..., Any]
-
-
 class CudaGraph:
     """The executor that replays a graph.
 
@@ -76,7 +70,7 @@ class CudaGraph:
         if why is not None:
             return why
         step = self._step(call)
-        call.found = self._repeated(step)
+        call.found = self._replay_of(step)
         if call.found is None:
             found = self.specializations.find(call)
             if isinstance(found, str):
@@ -86,8 +80,8 @@ class CudaGraph:
 
     def run(self, call: CallContext) -> Any:
         """Replay a recording, or run the call. The third call with the same shapes and mode is recorded."""
-        if isinstance(call.found, Again):
-            return call.found.replay(*call.args)
+        if callable(call.found):  # a replay of the last step's recording
+            return call.found(*call.args)
         found, step = call.found
         outputs = self.specializations.run(found, call, self.fused.run)
         is_ready = step is not None and isinstance(found, Ready)
@@ -124,14 +118,13 @@ class CudaGraph:
         sizes, here = self.specializations.sizes(arguments), (call.is_inference, stream_now())
         return where, values, sizes, (recipe is None, scaling), attention_kernels(), here
 
-    def _repeated(self, step: tuple[Any, ...] | None) -> Again | None:
+    def _replay_of(self, step: tuple[Any, ...] | None) -> Callable[..., Any] | None:
         """Return a replay of a call like the last one, or None. It halves the CPU time of the call."""
         last = self.last  # read once, because another thread may change it
         if step is None or last is None or last.key != step:
             return None
         signature = last.signature()
-        replay = None if signature is None else last.prepared.again(signature)
-        return None if replay is None else Again(replay)
+        return None if signature is None else last.prepared.again(signature)
 
     def _make(
         self, lowered: Specialized, known: Precomputed, arguments: Sequence[Any], bucket: int | None

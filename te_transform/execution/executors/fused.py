@@ -35,7 +35,7 @@ class Fused:
         # calls that a compiler or a recording refused, and observed calls, run with all sites fused
         if call.is_observed or call.is_transformed or self.is_compiled:
             return None
-        return self.small_batch.gains_nothing(call.args)
+        return self.small_batch.refuse(call.args)
 
     def run(self, call: CallContext) -> Any:
         """Run the graph."""
