@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import logging
 import sys
 from collections.abc import Callable, Iterator
 from importlib import import_module
@@ -13,9 +12,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch._dynamo.guards
-import torch._dynamo.utils
-import transformers  # noqa: F401  frozen below
+import torch
 from torch import Tensor, nn
 
 from te_transform.backends import banded_attention, few_rows, limits
@@ -23,26 +20,14 @@ from te_transform.backends.bands import Band
 from te_transform.execution import specializations, timing
 from te_transform.plan import options
 from te_transform.verify import compare
-from tests import recordings, stand_in
+from tests import fast_captures, recordings, stand_in  # noqa: F401  fast_captures has effects
 
 if TYPE_CHECKING:
     from tests.compilers import Compiler
 
-# A capture makes objects by the hundred thousand, and dynamo keeps many of them. Without freeze(), the
-# garbage collector would scan all of them, and all of PyTorch, again and again.
-gc.collect()
-gc.freeze()
-gc.set_threshold(100_000, 20, 1_000_000)
 TESTS_BETWEEN = 80
 numbers = count(1)
 last_group: list[torch.distributed.ProcessGroup] = []
-
-# Logs take half of the time of a small capture: dynamo times its guards after it has emptied the CPU's
-# caches, and formats all settings of the compiler.
-logging.getLogger("torch.__trace").handlers.clear()
-torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0
-torch._dynamo.utils._get_dynamo_config_for_logging = lambda: None
-torch._dynamo.utils._scrubbed_inductor_config_for_logging = lambda: None
 
 # PyTorch queues seeds for missing devices, each with a formatted stack trace.
 for device in (torch.cuda, torch.xpu, torch.mtia):

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 import te_transform
 from te_transform.backends import limits
 from te_transform.backends.fp8 import scale_table
-from tests import compilers, stand_in
+from tests import compilers, fast_captures, stand_in  # noqa: F401  fast_captures has effects
 
 WIDTH, LENGTH = 32, 16
 NAMES = ("replicas", "shards")  # of the dimensions of a mesh for HSDP
