@@ -4,8 +4,6 @@ import errno
 import io
 import json
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from contextlib import redirect_stdout, suppress
 from pathlib import Path
@@ -537,24 +535,6 @@ def test_quantized_weights_are_reported(capsys: pytest.CaptureFixture[str], fold
     for command in ("verify", "tune"):
         assert main([command, "llama"]) == 2
         assert "llama, got quantized ones (fp8); save the dequantized model" in capsys.readouterr().err
-
-
-LIGHT = (["--help"], ["inspect", "--help"], ["explain"], ["explain", "attention"], ["models", "bert"], [])
-
-
-def test_commands_without_a_model_do_not_import_torch() -> None:
-    """Torch takes seconds to import: in a process that has not imported it, after each such command."""
-    code = (
-        "import sys, te_transform\nfrom contextlib import suppress\n"
-        "from te_transform.command_line.main import main\n"
-        f"for command in {LIGHT!r}:\n    with suppress(SystemExit):\n        main(command)\n"
-        "    assert not {'torch', 'transformers', 'networkx'} & {*sys.modules}, command\n"
-        "from te_transform import Report, convert, inspect\nassert 'torch' in sys.modules\n"
-        "import te_transform.report.report\nassert callable(te_transform.report)\n"
-    )
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
-    assert ran.returncode == 0, ran.stderr
-    assert "usage: te-transform inspect" in ran.stdout
 
 
 @pytest.mark.parametrize("rule", PIPELINE, ids=lambda rule: rule.name)

@@ -2,8 +2,6 @@
 
 import logging
 import pickle
-import subprocess
-import sys
 from collections import UserDict, defaultdict, namedtuple
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -561,11 +559,3 @@ def test_a_converted_model_trains_on_all_lengths() -> None:
         curriculum = SequenceCurriculum(loader, max_length=24, bucket=8, total_steps=4)
         losses.append([each(batch).item() for batch in curriculum])
     torch.testing.assert_close(losses[1], losses[0])
-
-
-def test_transformers_is_not_imported() -> None:
-    """Until CurriculumCallback is read; that te_transform never imports the techniques is test_house.py's."""
-    code = "import sys; from te_transform import training; training.SequenceCurriculum; print([*sys.modules])"
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert "'te_transform.training.curriculum'" in ran.stdout
-    assert "'transformers'" not in ran.stdout

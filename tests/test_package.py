@@ -1,6 +1,7 @@
 """The package as it is published: a wheel that is built from the sdist has all of it, and runs."""
 
 import ast
+import json
 import os
 import re
 import subprocess
@@ -10,21 +11,44 @@ import tomllib
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.xdist_group("package")  # built once
 ROOT = Path(__file__).parent.parent
-# In a process that has no other te_transform: where it comes from, the rules that it fuses by, and whether
-# Python draws the same random numbers as without it.
+LIGHT = (["--help"], ["inspect", "--help"], ["explain"], ["explain", "attention"], ["models", "bert"], [])
+# All that is tested of a process that has imported nothing, in one: torch takes seconds to import.
 FIRST_USE = """
-import random, torch, te_transform
+import contextlib, io, json, random, sys
+import te_transform
+from te_transform.command_line.main import main
+
+found = {"home": te_transform.__file__, "heavy": {}}
+with contextlib.redirect_stdout(io.StringIO()) as printed:
+    for command in json.loads(sys.argv[1]):
+        with contextlib.suppress(SystemExit):
+            main(command)
+        found["heavy"][" ".join(command)] = [*{"torch", "transformers", "networkx"} & {*sys.modules}]
+found["printed"] = printed.getvalue()
+
+from te_transform import Report, convert, inspect
+found["is_torch_imported"] = "torch" in sys.modules
+import te_transform.report.report
+found["is_report_a_function"] = callable(te_transform.report)
+
+import torch
 from torch import nn
 model = nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 32))
 state = random.getstate()
 converted = te_transform.convert(model, torch.randn(2, 16))
-print(te_transform.__file__)
-print(dict(te_transform.report(converted).counts))
-print(random.getstate() == state)
+found["counts"] = dict(te_transform.report(converted).counts)
+found["is_same_random"] = random.getstate() == state
+
+from te_transform import training
+training.SequenceCurriculum
+found["modules"] = [*sys.modules]
+print(json.dumps(found))
 """
 
 
@@ -70,17 +94,34 @@ def test_the_package_has_every_file(installed: Path) -> None:
     assert not any(name.startswith(("tests", "benchmarks")) for name in found)
 
 
-def test_runs(installed: Path, tmp_path: Path) -> None:
-    """Found before the installation that the tests run in."""
+@pytest.fixture(scope="module")
+def first_use(installed: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Return what the process found; it finds the package before the one that the tests run in."""
     environment = os.environ | {"PYTHONPATH": str(installed)}
     ran = subprocess.run(
-        [sys.executable, "-c", FIRST_USE],
-        cwd=tmp_path, env=environment, capture_output=True, text=True, check=True,
+        [sys.executable, "-c", FIRST_USE, json.dumps(LIGHT)],
+        cwd=tmp_path_factory.mktemp("folder"), env=environment, capture_output=True, text=True, check=True,
     )  # fmt: skip
-    home, counts, is_same_random = ran.stdout.splitlines()
-    assert Path(home).is_relative_to(installed)
-    assert counts == "{'layernorm_linear': 1}"
-    assert is_same_random == "True"
+    return json.loads(ran.stdout)
+
+
+def test_runs(installed: Path, first_use: dict[str, Any]) -> None:
+    assert Path(first_use["home"]).is_relative_to(installed)
+    assert first_use["counts"] == {"layernorm_linear": 1}
+    assert first_use["is_same_random"]
+
+
+def test_commands_without_a_model_do_not_import_torch(first_use: dict[str, Any]) -> None:
+    assert first_use["heavy"] == {" ".join(command): [] for command in LIGHT}
+    assert "usage: te-transform inspect" in first_use["printed"]
+    assert first_use["is_torch_imported"], "by the names of the package"
+    assert first_use["is_report_a_function"], "and not the folder of that name"
+
+
+def test_transformers_is_imported_by_neither_convert_nor_a_curriculum(first_use: dict[str, Any]) -> None:
+    """Until CurriculumCallback is read; that te_transform never imports the techniques is test_house.py's."""
+    assert "te_transform.training.curriculum" in first_use["modules"]
+    assert "transformers" not in first_use["modules"]
 
 
 def test_each_recipe_names_the_extra_that_installs_what_it_imports() -> None:
