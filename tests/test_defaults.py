@@ -18,7 +18,7 @@ from tests import ranks, stand_in
 from tests.attacks import named
 from tests.zoo import seeded
 
-DEFAULTS = (torch.float64, torch.bfloat16, "meta")
+DEFAULTS = ((torch.float64, None), (torch.bfloat16, "meta"))
 
 
 class Delayed(stand_in.DelayedScaling):
@@ -29,17 +29,15 @@ class Delayed(stand_in.DelayedScaling):
 
 
 @contextlib.contextmanager
-def under(default: torch.dtype | str | None) -> Iterator[None]:
-    """Set a default dtype or a default device, and restore it."""
-    dtype = torch.get_default_dtype()
-    if isinstance(default, torch.dtype):
-        torch.set_default_dtype(default)
-    elif default is not None:
-        torch.set_default_device(default)
+def under(dtype: torch.dtype, device: str | None) -> Iterator[None]:
+    """Set a default dtype and a default device, and restore them."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    torch.set_default_device(device)
     try:
         yield
     finally:
-        torch.set_default_dtype(dtype)
+        torch.set_default_dtype(before)
         torch.set_default_device(None)
 
 
@@ -76,7 +74,7 @@ def test_a_conversion_in_fp8() -> None:
 def same_under_all(work: Callable[[], tuple[str, list[Any]]]) -> None:
     said, numbers = work()
     for default in DEFAULTS:
-        with named(str(default)), under(default):
+        with named(str(default)), under(*default):
             now_said, now = work()
             assert now_said == said
             torch.testing.assert_close(now, numbers, rtol=0, atol=0)
@@ -112,7 +110,7 @@ def test_inputs_that_are_generated() -> None:
 
 def test_an_example_that_makes_tensors_on_the_default_device() -> None:
     for default in DEFAULTS:
-        with named(str(default)), under(default):
+        with named(str(default)), under(*default):
             assert "after" in "\n".join(explanation(rotary.RULE))
 
 
@@ -122,9 +120,9 @@ def on_ranks() -> list[list[Any]]:
     model, batches = ranks.net(1), [ranks.inputs(step, torch.distributed.get_rank()) for step in range(3)]
     build = partial(te_transform.convert, backend="te", recipe="fp8-delayed", verify=False)
     found = []
-    for default in (None, *DEFAULTS):
+    for default in ((torch.float32, None), *DEFAULTS):
         whole = ranks.ddp(build(model, batches[0]))  # PyTorch's wrapper does not start under meta
-        with under(default):
+        with under(*default):
             divided = te_transform.parallelize(build(model, batches[0]), ranks.mesh(), batches[0])
             losses = [steps(each, batches) for each in (whole, divided)]
             found.append([losses, *map(te_transform.scaling_state, (whole.module, divided))])

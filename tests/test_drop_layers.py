@@ -515,7 +515,7 @@ def on_all_ranks() -> tuple[dict[str, dict[str, Any]], bool]:
 
 @pytest.mark.xdist_group("distributed")
 def test_ranks_drop_alike(tmp_path: Path) -> None:
-    results = ranks.spawn(on_all_ranks, 4, tmp_path)
+    results = ranks.spawn(on_all_ranks, 2, tmp_path)
     assert all(is_plain for _, is_plain in results)
     found = [by_wrap for by_wrap, _ in results]
     assert all(found[0] == other for other in found)
