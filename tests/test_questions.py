@@ -16,6 +16,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -757,3 +758,65 @@ def test_a_list_or_set_in_a_tuple_keeps_what_is_added(held: tuple) -> None:
     for _ in range(3):
         assert torch.equal(run(model, X), twin(X))
     assert model.held == twin.held
+
+
+# Items that equal a constant
+
+
+class Equals:
+    def __init__(self, other: int):
+        self.other = other
+
+    def __eq__(self, other: object) -> bool:
+        return self.other == other
+
+    __hash__ = None
+
+
+EQUALS = types.SimpleNamespace(
+    tensor=torch.tensor(5), number=numpy.int64(5), equal=Equals(5), other=Equals(4), array=numpy.array(5.0)
+)
+MEMBERS = {
+    "a size": lambda x: 5 in x.shape,
+    "not a size": lambda x: 5 not in x.size(),
+    "a number of elements": lambda x: 40 in [0, x.numel()],
+    "one of two computed sizes": lambda x: 4 in (x.shape[0] * 2, x.shape[0] - 1),
+    "a tuple with a size": lambda x: (5, 8) in [(1, 1), (x.shape[0], 8)],
+    "a tensor": lambda x: 5 in [EQUALS.tensor],
+    "a numpy number": lambda x: 5 in (EQUALS.number,),
+    "an object": lambda x: 5 in [EQUALS.equal],
+    "no object": lambda x: 5 in [EQUALS.other],
+    "a deque": lambda x: 5 in collections.deque([EQUALS.equal]),
+}
+
+
+@pytest.mark.parametrize("name", MEMBERS)
+def test_items_that_are_no_constants_may_equal_one(name: str) -> None:
+    follows(MEMBERS[name])
+
+
+def follows(ask: Callable[[Tensor], Any]) -> None:
+    """A captured forward gives the original's numbers and dtypes at all sizes."""
+    model = type("Reads", (nn.Module,), {"forward": lambda self, x: x * (1.0 + ask(x))})()
+    run = capture(type(model).forward, lambda graph, inputs: graph.forward)
+    for size in (3, 4, 5, 6, 5):
+        x = torch.ones(size, 8)
+        torch.testing.assert_close(run(model, x), model(x), rtol=0, atol=0)
+
+
+# Numbers of numpy
+
+NUMBERS = {
+    "isinstance() of numpy's numbers": lambda x: isinstance(EQUALS.number, numpy.generic),
+    "isinstance() of arrays": lambda x: isinstance(EQUALS.number, numpy.ndarray),
+    "type()": lambda x: type(EQUALS.number) is numpy.int64,
+    "a key": lambda x: {5: 3.0}.get(EQUALS.number, 1.0),
+    "is_tensor()": lambda x: torch.is_tensor(EQUALS.number),
+    "an array that widens": lambda x: x * EQUALS.array,
+}
+
+
+@pytest.mark.filterwarnings("ignore:__array_wrap__")
+@pytest.mark.parametrize("name", NUMBERS)
+def test_a_number_of_numpy_is_no_array(name: str) -> None:
+    follows(NUMBERS[name])

@@ -30,7 +30,7 @@ from unittest.mock import patch
 
 import torch
 from torch import nn
-from torch._dynamo import guards, variables
+from torch._dynamo import guards, utils, variables
 from torch._dynamo.exc import ObservedAttributeError, ObservedKeyError
 from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.source import AttrSource, GlobalStateSource, SkipGuardSource, is_from_skip_guard_source
@@ -64,6 +64,8 @@ from te_transform.graph.class_guards import (
 from te_transform.graph.dynamo_patches import Patch, call_after, call_before, patched
 from te_transform.graph.identity_guards import guard_changed, guard_identity, note_tracked
 from te_transform.graph.lambda_guards import add_guard, description, guard_at_root
+from te_transform.graph.membership import compare_all_items
+from te_transform.graph.numpy_numbers import numpy_patches
 
 _IS_2_13 = hasattr(variables, "object_protocol")  # PyTorch 2.13 or later
 _COMPARED = frozenset((bool, int, float, complex, str, bytes, type(None)))  # keys that == compares
@@ -285,6 +287,9 @@ def _patches() -> Iterator[Patch]:
     yield functions.PolyfilledFunctionVariable, "call_function", call_before(_guard_polyfill)
     yield misc.RandomVariable, "call_method", call_before(_guard_random_state)
     yield from _identity_patches()
+    for home in (lists, utils):
+        yield home, "iter_contains", compare_all_items
+    yield from numpy_patches()
     yield SetVariable, "call_method", _set_method
     yield guards.GuardBuilder, "EQUALS_MATCH", call_after(_guard_numbers)
     yield guards.GuardBuilder, "EMPTY_NN_MODULE_HOOKS_DICT", _guard_no_hooks
