@@ -44,6 +44,7 @@ from torch._dynamo.variables import (
     functions,
     lists,
     misc,
+    user_defined,
 )
 from torch._dynamo.variables import torch as torch_functions
 from torch._dynamo.variables.base import VariableTracker
@@ -274,6 +275,8 @@ def _patches() -> Iterator[Patch]:
                 yield tracker, name, call_after(_guard_all_items)
     yield dicts.ConstDictVariable, "install_dict_keys_match_guard", call_before(_guard_order)
     yield dicts.ConstDictVariable, "install_dict_contains_guard", call_before(_guard_made_key)
+    ordered = user_defined.OrderedDictVariable if _IS_2_13 else dicts.ConstDictVariable
+    yield ordered, "call_method", call_after(_write_order)
     yield lists.CommonListMethodsVariable, "call_method", call_before(_guard_list_method)
     yield builder.VariableBuilder, "_wrap", _length_limit
     yield builder.VariableBuilder, "wrap_listlike", _lists_in_tuples
@@ -416,6 +419,12 @@ def _guard_order(self: Any) -> None:
     """Guard the order of an OrderedDict: move_to_end() does not change the order that dynamo guards."""
     if self.user_cls is collections.OrderedDict:
         _guard_all_items(self)
+
+
+def _write_order(self: Any, _: Any, name: str, *__: Any, **___: Any) -> None:
+    """Write a reordered OrderedDict back as a whole: dynamo writes only its new items."""
+    if name == "move_to_end":
+        getattr(self, "_base_vt", self).should_reconstruct_all = True
 
 
 def _guard_list_method(self: Any, _: Any, name: str, args: list[VariableTracker], kwargs: Any) -> None:
