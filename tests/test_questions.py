@@ -731,20 +731,6 @@ def test_an_ordered_dict_may_have_another_order_later(view: str) -> None:
     )
 
 
-@pytest.mark.parametrize("last", [True, False])
-def test_an_ordered_dict_stays_reordered(last: bool) -> None:
-    def read(model: Model, held: Any, kwargs: dict[str, Any]) -> float:
-        held.move_to_end([*held][0 if last else -1], last=last)
-        return first(next(iter(held.values())))
-
-    model = type("Reads", (Model,), {"read": read})(collections.OrderedDict(a=1.0, b=2.0, c=3.0))
-    twin = copy.deepcopy(model)
-    run = capture(type(model).forward, lambda graph, inputs: graph.forward)
-    for _ in range(3):
-        assert torch.equal(run(model, X), twin(X))
-    assert [*model.held] == [*twin.held]
-
-
 def test_a_deque_drops_its_first_items() -> None:
     def read(model: Model, held: Any, kwargs: dict[str, Any]) -> float:
         held.append(held[-1] + 1.0)

@@ -8,6 +8,9 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
+from torch._dynamo import variables
+
+IS_2_13 = hasattr(variables, "object_protocol")  # PyTorch 2.13 or later
 Patch = tuple[Any, str, Callable[[Any], Any]]  # a class or module, the name of its function, and the wrapper
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
+import os
 import random
 import sys
 import threading
@@ -106,12 +107,19 @@ def _put_numbers_back(parameter: nn.Parameter, numbers: Tensor) -> None:
 @contextlib.contextmanager
 def same_state(model: nn.Module) -> Iterator[Noted]:
     """Restore what a forward changes: it may update running statistics, count calls or keep tensors."""
-    before = Noted(model)
+    before, environment = Noted(model), dict(os.environ)
     with contextlib.ExitStack() as afterwards:
+        afterwards.callback(_put_back_environment, environment)
         for content in before.contents:
             afterwards.callback(content.put_back)
         before.lend_copies()
         yield before
+
+
+def _put_back_environment(before: dict[str, str]) -> None:
+    if os.environ != before:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 @contextlib.contextmanager

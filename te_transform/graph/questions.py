@@ -26,7 +26,6 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from types import MemberDescriptorType
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -44,7 +43,6 @@ from torch._dynamo.variables import (
     functions,
     lists,
     misc,
-    user_defined,
 )
 from torch._dynamo.variables import torch as torch_functions
 from torch._dynamo.variables.base import VariableTracker
@@ -62,13 +60,13 @@ from te_transform.graph.class_guards import (
     guard_missing_name,
     guard_special_methods,
 )
-from te_transform.graph.dynamo_patches import Patch, call_after, call_before, patched
+from te_transform.graph.dynamo_patches import IS_2_13, Patch, call_after, call_before, patched
 from te_transform.graph.identity_guards import guard_changed, guard_identity, note_tracked
 from te_transform.graph.lambda_guards import add_guard, description, guard_at_root
+from te_transform.graph.lost_writes import write_patches
 from te_transform.graph.membership import compare_all_items
 from te_transform.graph.numpy_numbers import numpy_patches
 
-_IS_2_13 = hasattr(variables, "object_protocol")  # PyTorch 2.13 or later
 _COMPARED = frozenset((bool, int, float, complex, str, bytes, type(None)))  # keys that == compares
 Ask = Callable[[Any], Hashable]  # asks an object a question; answers are compared with ==
 
@@ -89,7 +87,7 @@ _CONSTANT = {
 @contextmanager
 def guard_questions() -> Iterator[None]:
     """Add a guard for every question that dynamo folds while it traces in this context."""
-    if _IS_2_13:
+    if IS_2_13:
         variables.object_protocol._get_cached_slots.cache_clear()  # classes may have other methods by now
     with patched(_patches()):
         yield
@@ -268,18 +266,15 @@ def _patches() -> Iterator[Patch]:
             if name in vars(tracker):
                 yield tracker, name, _item_lookup
     of_all = "as_python_constant", "repr_impl", "tp_iter_impl", "unpack_var_sequence"
-    of_all += () if _IS_2_13 else ("debug_repr",)
+    of_all += () if IS_2_13 else ("debug_repr",)
     for tracker in (*_subclasses(dicts.ConstDictVariable), *_subclasses(SetVariable)):
         for name in of_all:
             if name in vars(tracker):
                 yield tracker, name, call_after(_guard_all_items)
     yield dicts.ConstDictVariable, "install_dict_keys_match_guard", call_before(_guard_order)
     yield dicts.ConstDictVariable, "install_dict_contains_guard", call_before(_guard_made_key)
-    ordered = user_defined.OrderedDictVariable if _IS_2_13 else dicts.ConstDictVariable
-    yield ordered, "call_method", call_after(_write_order)
     yield lists.CommonListMethodsVariable, "call_method", call_before(_guard_list_method)
     yield builder.VariableBuilder, "_wrap", _length_limit
-    yield builder.VariableBuilder, "wrap_listlike", _lists_in_tuples
     yield UserDefinedClassVariable, "__init__", call_after(_guard_class)
     yield UserDefinedObjectVariable, "__init__", call_after(_guard_class)
     for tracker in (misc.PythonModuleVariable, *_subclasses(functions.BaseUserFunctionVariable)):
@@ -293,6 +288,7 @@ def _patches() -> Iterator[Patch]:
     for home in (lists, utils):
         yield home, "iter_contains", compare_all_items
     yield from numpy_patches()
+    yield from write_patches()
     yield SetVariable, "call_method", _set_method
     yield guards.GuardBuilder, "EQUALS_MATCH", call_after(_guard_numbers)
     yield guards.GuardBuilder, "EMPTY_NN_MODULE_HOOKS_DICT", _guard_no_hooks
@@ -308,7 +304,7 @@ def _identity_patches() -> Iterator[Patch]:
     """Yield the methods that take two objects for one, or for two."""
     yield BuiltinVariable, "call_function", call_before(_guard_builtin)
     yield BuiltinVariable, "call_function", _asked_of_classes
-    if _IS_2_13:
+    if IS_2_13:
         yield variables.object_protocol, "vt_identity_compare", call_before(_guard_compared)
         yield variables.hashable.HashableTracker, "__init__", call_after(_guard_hashed)
     else:
@@ -338,7 +334,7 @@ def _attribute_lookup(own: Callable[..., Any]) -> Callable[..., Any]:
             raise
         if isinstance(self, UserDefinedVariable) and _has_users_class(self):
             guard_class_attribute(self.value, name)
-        if isinstance(self, UserDefinedClassVariable) and self.source and not _IS_2_13:
+        if isinstance(self, UserDefinedClassVariable) and self.source and not IS_2_13:
             _guard_class_constant(AttrSource(self.source, name), found)
         return found
 
@@ -421,33 +417,10 @@ def _guard_order(self: Any) -> None:
         _guard_all_items(self)
 
 
-def _write_order(self: Any, _: Any, name: str, *__: Any, **___: Any) -> None:
-    """Write a reordered OrderedDict back as a whole: dynamo writes only its new items."""
-    if name == "move_to_end":
-        getattr(self, "_base_vt", self).should_reconstruct_all = True
-
-
 def _guard_list_method(self: Any, _: Any, name: str, args: list[VariableTracker], kwargs: Any) -> None:
     """Guard the keys of a dict or a set from which a list is made, as by list() and [*keys]."""
     if name == "extend" and args and isinstance(args[0], (dicts.ConstDictVariable, SetVariable)):
         _guard_all_items(args[0])
-
-
-def _lists_in_tuples(own: Callable[..., Any]) -> Callable[..., Any]:
-    """Trace a list or set in a tuple of a module as such: dynamo makes it a constant, and loses writes."""
-
-    @functools.wraps(own)
-    def call(self: Any, value: Any) -> Any:
-        if not (type(value) is tuple and any(map(_is_changeable, value))):
-            return own(self, value)
-        with patch.object(ConstantVariable, "is_literal", lambda *_: False):
-            return own(self, value)
-
-    return call
-
-
-def _is_changeable(held: Any) -> bool:
-    return type(held) in (list, set) or (type(held) is tuple and any(map(_is_changeable, held)))
 
 
 def _length_limit(own: Callable[..., Any]) -> Callable[..., Any]:
@@ -585,7 +558,7 @@ def _has_no_hooks(attributes: dict[str, Any]) -> bool:
 def _guard_builtin(self: Any, _: Any, args: Any, kwargs: Any) -> None:
     if self.fn in (operator.is_, operator.is_not):
         _guard_compared(*args)
-    elif self.fn is getattr and isinstance(args[0], functions.UserFunctionVariable) and not _IS_2_13:
+    elif self.fn is getattr and isinstance(args[0], functions.UserFunctionVariable) and not IS_2_13:
         for key in ("__name__", "__module__"):  # folded by PyTorch 2.11
             if args[1].is_constant_match(key):
                 _guard(args[0], functools.partial(_value_of_attribute, key=key))

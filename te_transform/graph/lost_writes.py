@@ -1,0 +1,100 @@
+"""Writes of a forward to Python objects, which dynamo loses or hides from later reads of the forward."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest.mock import patch
+
+from torch._dynamo.exc import unimplemented
+from torch._dynamo.side_effects import SideEffects
+from torch._dynamo.variables import ConstantVariable, builder, dicts, user_defined
+from torch._dynamo.variables.base import VariableTracker
+from torch._dynamo.variables.user_defined import UserDefinedClassVariable, UserDefinedObjectVariable
+
+from te_transform.graph.class_guards import guard_class_attribute
+from te_transform.graph.dynamo_patches import IS_2_13, Patch, call_after, call_before
+
+
+def write_patches() -> Iterator[Patch]:
+    """Yield the dynamo methods that trace writes, with their wrappers."""
+    yield SideEffects, "store_attr", call_before(_check_owner)
+    yield builder.VariableBuilder, "wrap_listlike", _lists_in_tuples
+    if IS_2_13:
+        yield user_defined.OrderedDictVariable, "call_method", call_after(_write_order)
+    else:
+        yield dicts.ConstDictVariable, "call_method", call_after(_write_order)
+        yield UserDefinedObjectVariable, "method_setattr_standard", _property_setter
+        yield UserDefinedClassVariable, "var_getattr", _lists_of_classes
+        yield user_defined.UserDefinedTupleVariable, "__init__", call_after(_keep_items)
+
+
+def _check_owner(_: SideEffects, variable: VariableTracker, *__: Any) -> None:
+    """Leave a write to an attribute of a class to the user's own code: dynamo hides it from objects."""
+    if isinstance(variable, UserDefinedClassVariable):
+        unimplemented(
+            gb_type="it writes to an attribute of a class; hold the value in an object",
+            context="", explanation="", hints=[],
+        )  # fmt: skip
+
+
+def _property_setter(own: Callable[..., Any]) -> Callable[..., Any]:
+    """Trace the setter of a property, which PyTorch 2.11 calls after the graph."""
+
+    @functools.wraps(own)
+    def set_attribute(
+        self: Any, tx: Any, name: VariableTracker, value: VariableTracker, directly_update_dict: bool = False
+    ) -> Any:
+        key = name.as_python_constant() if name.is_python_constant() else ""
+        found = inspect.getattr_static(type(self.value), key, None)
+        if directly_update_dict or not (isinstance(found, property) and found.fset):
+            return own(self, tx, name, value, directly_update_dict)
+        guard_class_attribute(self.value, key)
+        trace = VariableTracker.build(tx, found.fset).call_function
+        return trace(tx, [self, value], {})
+
+    return set_attribute
+
+
+def _write_order(self: Any, _: Any, name: str, *__: Any, **___: Any) -> None:
+    """Write a reordered OrderedDict back as a whole: dynamo writes only its new items."""
+    if name == "move_to_end":
+        getattr(self, "_base_vt", self).should_reconstruct_all = True
+
+
+def _lists_in_tuples(own: Callable[..., Any]) -> Callable[..., Any]:
+    """Trace a list or set in a tuple of a module as such: dynamo makes it a constant, and loses writes."""
+
+    @functools.wraps(own)
+    def call(self: Any, value: Any) -> Any:
+        if not (type(value) is tuple and any(map(_is_changeable, value))):
+            return own(self, value)
+        with patch.object(ConstantVariable, "is_literal", lambda *_: False):
+            return own(self, value)
+
+    return call
+
+
+def _lists_of_classes(own: Callable[..., Any]) -> Callable[..., Any]:
+    """Trace a list or set of a class as such: PyTorch 2.11 makes it a constant, and loses writes."""
+
+    @functools.wraps(own)
+    def look_up(self: Any, tx: Any, name: str) -> Any:
+        if not _is_changeable(inspect.getattr_static(self.value, name, None)):
+            return own(self, tx, name)
+        with patch.object(ConstantVariable, "is_literal", lambda *_: False):
+            return own(self, tx, name)
+
+    return look_up
+
+
+def _keep_items(self: Any, *_: Any, **__: Any) -> None:
+    """Make a tuple of the items that an iterator gave. PyTorch 2.11 would read the iterator once more."""
+    if self.init_args:
+        self.init_args = [self._tuple_vt]
+
+
+def _is_changeable(held: Any) -> bool:
+    return type(held) in (list, set) or (type(held) is tuple and any(map(_is_changeable, held)))
