@@ -60,7 +60,13 @@ class Attention(nn.Module):
         if self.spelled == "math":
             with sdpa_kernel(SDPBackend.MATH):
                 return F.scaled_dot_product_attention(q, k, v)
-        masks = {"causal mask": causal, "full mask": torch.ones_like(causal), "other mask": causal.flip(-1)}
+        low = torch.zeros(causal.shape).masked_fill(~causal, -1e9)
+        masks = {
+            "causal mask": causal,
+            "causal mask of -1e9": low,
+            "full mask": torch.ones_like(causal),
+            "other mask": causal.flip(-1),
+        }
         return F.scaled_dot_product_attention(q, k, v, masks.get(self.spelled))
 
 
@@ -290,6 +296,7 @@ ATTENTIONS = {
     "no dropout": ("written-out attention", "[4, 8, 8] is written out"),
     "math": ("math attention", "ran on [2, 2, 8, 8]"),
     "causal mask": ("needless mask", "hides what is_causal=True hides"),
+    "causal mask of -1e9": ("needless mask", "hides what is_causal=True hides"),
     "full mask": ("needless mask", "hides nothing in this batch"),
 }
 
@@ -359,6 +366,7 @@ SYNCS = {
     "getitem": lambda x: x[x > 0],
     "cpu": lambda x: x.cpu(),
     "tolist": lambda x: x.tolist(),
+    "repr": lambda x: str(x),
 }
 
 

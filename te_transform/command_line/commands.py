@@ -26,6 +26,7 @@ from te_transform.graph.errors import in_a_line
 from te_transform.graph.inputs import InputError, Inputs, TraceError, invent, positions
 from te_transform.graph.keywords import did_you_mean
 from te_transform.graph.nodes import dtype_name
+from te_transform.graph.preserve import ParametersWritten
 from te_transform.inspect import inspect
 from te_transform.load import imported, inputs_of, load
 from te_transform.pipeline import PIPELINE
@@ -41,7 +42,10 @@ from te_transform.verify.layout import Layout
 from te_transform.verify.verify import verify
 
 _LANGUAGE_MODELS = ("ForCausalLM", "LMHeadModel")  # models whose labels are their input ids
-BAD_INPUT = (BackendError, InputError, LoadError, ModelError, OptionError, PrecisionError, TraceError)
+BAD_INPUT = (
+    BackendError, InputError, LoadError, ModelError, OptionError, ParametersWritten, PrecisionError,
+    TraceError,
+)  # fmt: skip
 
 
 def printing_aside() -> redirect_stdout:

@@ -124,7 +124,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     if unknown:
         options = re.findall(r"--[a-z-]+", commands[asked.command].format_usage())
         hint = did_you_mean(unknown[0].partition("=")[0], options)
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+        commands[asked.command].error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     return asked
 
 

@@ -45,7 +45,7 @@ preserving: ContextVar[bool] = ContextVar("preserving", default=False)
 """True within preserved(), which holds the memory of all tensors."""
 
 
-class ParametersWritten(RuntimeError):
+class ParametersWritten(ValueError):
     """An error for a forward that writes to its own parameters."""
 
 
@@ -78,7 +78,7 @@ def preserved(model: nn.Module, original: nn.Module | None = None) -> Iterator[N
     elif written:
         raise ParametersWritten(
             "expected a forward that does not write to its parameters, got one that writes to or resets "
-            f"{written}; hold such values in buffers, or leave inplace=False in convert()"
+            f"{written}; hold such values in buffers (convert() with inplace=False takes such a forward, too)"
         )
 
 

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from te_transform.canonicalize.attention import HIDES
 from te_transform.profile.ranges import Ranges
 
 _LIBRARY_FOLDERS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
@@ -22,6 +23,7 @@ _LIBRARY_FOLDERS = (str(Path(torch.__file__).parent), str(Path(__file__).parents
 _WAITING_METHODS = {
     "item", "tolist", "numpy", "nonzero", "argwhere", "masked_select", "unique", "unique_consecutive",
     "is_nonzero", "__bool__", "__int__", "__float__", "__index__", "equal", "allclose", "cpu", "bincount",
+    "__repr__", "__format__",
 }  # fmt: skip
 
 
@@ -120,7 +122,7 @@ def _hidden_by(mask: Tensor, rows: int, columns: int) -> str:
     seen = mask if mask.dtype is torch.bool else mask == 0
     if bool(seen.all()):
         return "nothing"
-    is_hidden = seen | (mask <= torch.finfo(mask.dtype).min / 2) if mask.is_floating_point() else seen | True
+    is_hidden = seen | (mask <= HIDES) if mask.is_floating_point() else seen | True
     causal = torch.ones(rows, columns, dtype=torch.bool, device=mask.device).tril()
     fits = rows == columns and seen.shape[-2:] == causal.shape
     return "causal" if fits and bool(is_hidden.all()) and bool((seen == causal).all()) else "other"

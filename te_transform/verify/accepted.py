@@ -17,19 +17,19 @@ from te_transform.graph.preserve import same_random, same_state
 from te_transform.plan.model import is_exported
 from te_transform.verify.judged import Judged
 from te_transform.verify.names import uncompiled
-from te_transform.verify.replay import named_tensors
+from te_transform.verify.replay import held_values, named_tensors
 from te_transform.verify.variations import EXAMPLE, LEFT_PADDED, Variation
 
 MASK = "attention_mask"
 
 
-def check_outputs(models: tuple[nn.Module, nn.Module], sample: Inputs) -> None:
-    """Raise unless both models run, and their results can be compared.
+def check_outputs(models: tuple[nn.Module, nn.Module], sample: Inputs) -> list[set[str]]:
+    """Return the names of each model's held values, see held_values(), after a call of each model.
 
     Raises:
         ValueError: a model raises, a result has no tensors, or the tensors cannot be paired.
     """
-    found = []
+    found, held = [], []
     for model in models:
         args, kwargs = sample.clone()
         try:
@@ -42,6 +42,7 @@ def check_outputs(models: tuple[nn.Module, nn.Module], sample: Inputs) -> None:
                 f"raised {in_full(error)}"
             ) from error
         found.append(dict(named_tensors(result)))
+        held.append({name for name, _ in held_values(result)})
         if not found[-1]:
             raise ValueError(
                 f"expected tensors from {type(model).__name__}, got a {type(result).__name__}; return a "
@@ -56,6 +57,7 @@ def check_outputs(models: tuple[nn.Module, nn.Module], sample: Inputs) -> None:
             f"expected outputs with the same names or number, got {one} and {other}; wrap one model in a "
             "module that returns what the other returns"
         )
+    return held
 
 
 def _listed(tensors: dict[str, Tensor]) -> str:

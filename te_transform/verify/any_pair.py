@@ -27,13 +27,14 @@ from te_transform.verify.layout import Layout
 from te_transform.verify.names import (
     call_uncompiled,
     plain_name,
+    some,
     uncompiled,
     unlock_modes,
 )
 from te_transform.verify.outputs import BUFFER, DROPOUT, Outputs, Visible
 from te_transform.verify.replay import Subject, named_tensors, original_code
 from te_transform.verify.tape import Tape
-from te_transform.verify.variations import EXAMPLE, Variation
+from te_transform.verify.variations import EXAMPLE, Variation, one_row
 from te_transform.verify.verification import Verification
 
 _AUTOCAST = "autocast"
@@ -49,12 +50,14 @@ class AnyPair:
 
     Attributes:
         earlier: The inputs of earlier calls, in the cases that have some.
+        held: The names of the held values that both models return, see held_values().
     """
 
     model: nn.Module
     other: nn.Module
     layout: Layout
     earlier: tuple[Inputs, ...] = ()
+    held: frozenset[str] = frozenset()
 
     @property
     def models(self) -> tuple[nn.Module, nn.Module]:
@@ -86,13 +89,15 @@ class AnyPair:
         for model in self.models:
             unlock_modes(model)
         with dynamo.patch(**_COMPILES_EACH_CASE):
-            check_outputs(self.models, samples[0])
+            first, second = check_outputs(self.models, samples[0])
             check_scripted(self.models, samples[0])
-            sets, left_out = accepted(sets, self.other)
+            sets, left_out = accepted([sets[0], *one_row(samples[0]), *sets[1:]], self.other)
             sets = [each if each.label.startswith(EXAMPLE) else self._labeled(each) for each in sets]
             # another size comes first: a model may keep what it computed in its first call
             earlier = tuple(each.inputs for each in sets[::-1] if not each.label.startswith(EXAMPLE))
-            return replace(self, earlier=earlier)._compared(sets, left_out)
+            pair = replace(self, earlier=earlier, held=frozenset(first & second))
+            found = pair._compared(sets, left_out)
+        return replace(found, notes=(*found.notes, *_notes_of_held(first, second)))
 
     def _compared(self, sets: list[Variation], left_out: list[str]) -> Verification:
         rows, failing, skipped = all_rows(sets, self)
@@ -122,7 +127,7 @@ class AnyPair:
 
     def _outputs(self, case: Case) -> Outputs:
         visible = self._visible(case.inputs)
-        return Outputs(self.model, self.layout.rename, visible, case.mode == _AUTOCAST)
+        return Outputs(self.model, self.layout.rename, visible, self.held, case.mode == _AUTOCAST)
 
     def _visible(self, inputs: Inputs) -> Visible:
         said = getattr(getattr(self.model, "config", None), "is_encoder_decoder", False)
@@ -216,6 +221,14 @@ class AnyPair:
             with same_state(model), torch.enable_grad(), dropouts.watching(model), dropouts:
                 model(*args, **kwargs)
             yield dropouts
+
+
+def _notes_of_held(first: set[str], second: set[str]) -> Iterator[str]:
+    """Yield a sentence for caches, other objects and numbers that only one model returns."""
+    for which, more in (("second", first - second), ("first", second - first)):
+        if more:
+            names = [*dict.fromkeys(name.partition(".")[0] or "a number" for name in sorted(more))]
+            yield f"not compared: values in the output {some(names)}, which the {which} model does not return"
 
 
 def _mode_of(case: Case, args: tuple, kwargs: dict[str, Any]) -> AbstractContextManager:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from te_transform.graph.errors import in_full
 from te_transform.graph.inputs import Inputs
@@ -85,8 +86,12 @@ def _paired(own: Tape, theirs: Tape) -> list[_Key]:
         other = theirs.values.get(moment, [])
         count = len(one) if len(one) == len(other) else min(len(one), len(other), 1)
         is_result = not moment.path and not moment.is_start  # the shape of the model's result matters
-        keys += [(moment, n) for n in range(count) if is_result or one[n].shape == other[n].shape]
+        keys += [(moment, n) for n in range(count) if is_result or _are_alike(one[n], other[n])]
     return keys
+
+
+def _are_alike(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and one.is_floating_point() == other.is_floating_point()
 
 
 def _as_run(tape: Tape, keys: Iterable[_Key], like: Tape) -> Run:

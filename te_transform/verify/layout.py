@@ -103,6 +103,20 @@ class Layout:
             yield f"not compared: the gradients of {some(left)}, which the second model does not train"
         if left := self._unmatched:
             yield f"not compared: the gradients of {some(left)}, which the first model does not have"
+        for names in self._untied() if self.weights is None else ():
+            yield (
+                f"{some(names)} are one parameter in the first model: the sum of their gradients is "
+                "compared, but an optimizer moves them apart; tie them before training"
+            )
+
+    def _untied(self) -> Iterator[list[str]]:
+        """Yield the names of several trained parameters of the second model that are one in the first."""
+        first = {plain_name(n): p for n, p in self.first.named_parameters(remove_duplicate=False)}
+        groups: dict[int, list[str]] = {}
+        for name, parameter in first.items():
+            if (new := self.rename(name)) in self.theirs:
+                groups.setdefault(id(parameter), []).append(new)
+        yield from (names for names in groups.values() if len({*names}) > 1)
 
     @property
     def _state(self) -> dict[str, Any]:

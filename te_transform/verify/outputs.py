@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from te_transform.graph.state_snapshot import same_bits
 from te_transform.verify.dropouts import Dropouts
 from te_transform.verify.judged import in_dtype
 from te_transform.verify.names import plain_name
-from te_transform.verify.replay import named_tensors
+from te_transform.verify.replay import held_values, named_tensors
 
 BUFFER, DROPOUT = "buffer ", "dropout with p="  # the starts of names of outputs
 
@@ -27,14 +27,21 @@ class Outputs:
 
     Further outputs are the buffers that a forward updates, such as running statistics, the inputs that it
     writes to, and the probabilities of its dropouts, which are off. The second model may update buffers that
-    the first does not have.
+    the first does not have. Without padding, the held values with names in `held` are outputs, too.
     """
 
     def __init__(
-        self, first: nn.Module, rename: Callable[[str], str | None], visible: Visible, autocast: bool
+        self,
+        first: nn.Module,
+        rename: Callable[[str], str | None],
+        visible: Visible,
+        held: Collection[str],
+        autocast: bool,
     ):
         self.first, self.rename, self.visible, self.autocast = first, rename, visible, autocast
+        self.held = held if visible.padding is None else ()
         self.dtypes: dict[str, torch.dtype] = {}
+        self.results: list[str] = []  # the first model's names of tensors in its result
         self.updated: list[str] = []  # the buffers that the first model updates
         self.names: dict[str, str] = {}  # the first model's names of buffers by the second's
 
@@ -43,15 +50,19 @@ class Outputs:
         given = dict(named_tensors((*args, kwargs)))
         given_before, buffers_before = _copies(given), _copies(_buffers(model))
         with Dropouts() as dropouts:
-            found = dict(named_tensors(model(*args, **kwargs)))
+            result = model(*args, **kwargs)
+        found, held = dict(named_tensors(result)), dict(held_values(result))
+        held = {name: tensor for name, tensor in held.items() if name in self.held}
         buffers = _buffers(model)
         updated = _names_of_changed(buffers_before, buffers)
         if not self.dtypes:
-            self.dtypes = {name: tensor.dtype for name, tensor in found.items()}
+            self.dtypes = {name: tensor.dtype for name, tensor in (found | held).items()}
+            self.results = [*found]
             self.updated = updated
             self.names = {self.rename(name) or "": name for name in buffers}
-        if not found.keys() & self.dtypes.keys() and len(found) == len(self.dtypes):
-            found = dict(zip(self.dtypes, found.values(), strict=True))
+        if not found.keys() & {*self.results} and len(found) == len(self.results):
+            found = dict(zip(self.results, found.values(), strict=True))
+        found |= held
         if self.autocast:
             found = {name: in_dtype(tensor, self.dtypes.get(name)) for name, tensor in found.items()}
         saved = set(map(plain_name, model.state_dict()))  # others may be caches

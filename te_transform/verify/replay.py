@@ -85,7 +85,8 @@ def run(
     with subject.within(), _default_dtype(double), same_random(tree_leaves((args, kwargs))):
         trained = {name: tensor for name, tensor in subject.parameters() if tensor.requires_grad}
         with mode:
-            outputs = dict(named_tensors(subject.call(*args, **kwargs)))
+            result = subject.call(*args, **kwargs)
+        outputs = dict((*named_tensors(result), *held_values(result)))
         cotangents = _cotangents(outputs) if cotangents is None else cotangents
         with mode:  # the backward of checkpoints reruns their forward
             gradients = (
@@ -162,22 +163,50 @@ def _copies_and_leaves(inputs: Inputs, double: bool) -> tuple[tuple, dict[str, A
 
 
 def named_tensors(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of an output, named by their paths in it; key-value caches are skipped."""
+    """Yield the tensors in an output, named by their paths in it; see held_values() for objects."""
     if isinstance(value, Tensor) and not value.is_nested:
         yield from ((name, _as_real(part)) for part in dense_parts(value))
         return
-    if isinstance(value, Tensor):
-        items = enumerate(dense_parts(value))
-    elif isinstance(value, Mapping):
-        items = value.items()
-    elif isinstance(value, (tuple, list)):
-        items = enumerate(value)
-    elif is_dataclass(value):
-        items = ((field.name, getattr(value, field.name)) for field in fields(value))
-    else:
-        return
-    for key, item in items:
+    for key, item in _items(value) or ():
         yield from named_tensors(item, f"{name}.{key}".lstrip("."))
+
+
+def held_values(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Yield the numbers in an output, and the tensors in its objects, such as key-value caches, detached."""
+    if isinstance(value, (int, float)):
+        yield name, torch.tensor(value, dtype=torch.float64, device="cpu")
+    elif (items := _items(value)) is not None:
+        for key, item in items:
+            yield from held_values(item, f"{name}.{key}".lstrip("."))
+    elif not isinstance(value, Tensor):
+        yield from _held_by(value, name, set())
+
+
+def _held_by(holder: Any, name: str, seen: set[int]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors that an object holds, in its attributes and their containers."""
+    if isinstance(holder, Tensor):
+        yield from ((path, tensor.detach()) for path, tensor in named_tensors(holder, name))
+        return
+    is_code = isinstance(holder, nn.Module) or callable(holder)
+    items = _items(holder) or getattr(holder, "__dict__", {}).items()
+    if is_code or id(holder) in seen:
+        return
+    seen.add(id(holder))
+    for key, item in items:
+        yield from _held_by(item, f"{name}.{key}", seen)
+
+
+def _items(value: Any) -> Iterable[tuple[Any, Any]] | None:
+    """Return the entries of a container by their keys, or None for anything else."""
+    if isinstance(value, Tensor):
+        return enumerate(dense_parts(value)) if value.is_nested else None
+    if isinstance(value, Mapping):
+        return value.items()
+    if isinstance(value, (tuple, list)):
+        return enumerate(value)
+    if is_dataclass(value):
+        return ((field.name, getattr(value, field.name)) for field in fields(value))
+    return None
 
 
 def _as_real(tensor: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from te_transform.graph.module_calls import around_calls
@@ -34,7 +35,7 @@ class Moment(NamedTuple):
 
 @dataclass
 class Tape:
-    """The floating-point tensors at each moment of one run, in the order of the run, and their gradients.
+    """The tensors at each moment of one run, except masks, in the order of the run, and their gradients.
 
     Attributes:
         model: The model that runs.
@@ -79,7 +80,7 @@ class Tape:
         if (name := self.rename(at.path)) is None:
             return
         moment = at._replace(path=name)
-        tensors = [t for _, t in named_tensors(held) if t.is_floating_point() and not only_hides(t)]
+        tensors = [t for _, t in named_tensors(held) if t.dtype is not torch.bool and not only_hides(t)]
         self.values[moment] = [self.visible(at.path, tensor.detach()).clone() for tensor in tensors]
         self.callers[moment] = at.path, self.running[-1] if self.running else ""
         for place, tensor in enumerate(tensors):

@@ -64,6 +64,14 @@ def variations(model: nn.Module, samples: list[Inputs]) -> Iterator[Variation]:
         yield Variation(LEFT_PADDED, Inputs(fresh.args, padded))
 
 
+def one_row(inputs: Inputs) -> Iterator[Variation]:
+    """Yield a variation with a batch of one, where squeezed and broadcast dimensions show."""
+    batch, length = _batch_and_length(inputs)
+    if batch is not None and batch > 1:
+        size = _Size(batch, 1, slice(0, 1) if batch == length else slice(None))
+        yield Variation(str(size), _varied(inputs, torch.Generator().manual_seed(0), [size]))
+
+
 def _left_padded(ids: Tensor) -> Tensor:
     """Return a mask [batch, length], 0 for padding and 1 elsewhere.
 
