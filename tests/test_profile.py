@@ -323,6 +323,20 @@ def test_a_change_is_tried_on_the_same_shapes() -> None:
     assert tried.seconds < 60.0
 
 
+def test_math_attention_is_tried_with_its_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Biased(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            x = super().forward(x)[:, None]
+            scores = (x @ x.mT).relu()  # a mask with a gradient has no fused kernel
+            return F.scaled_dot_product_attention(x, x, x, scores)
+
+    tried = []
+    monkeypatch.setattr(Replacements, "share", lambda self, trial, taken: tried.append(trial))
+    finding = by_name(profiled(nn.Sequential(Biased(WIDTH, WIDTH))))["math attention"]
+    assert finding.evidence.endswith("with a mask")
+    assert all(each.keywords["masked"] for trial in tried for each in (trial.before, trial.after))
+
+
 def test_an_untried_change_gains_at_most_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Replacements, "share", lambda *_: None)
     (finding,) = profiled(model("written out")).findings

@@ -51,8 +51,9 @@ def math_attention(found: Analysis) -> Iterator[Suspect]:
             shapes, has_mask = call.shapes[:3], len(call.shapes) > 3 and bool(call.dtypes[3])
             evidence = f"the math backend of {_SDPA} ran on {list(shapes[0])}{' with a mask' * has_mask}"
             dtype = EVENT_DTYPES.get(call.dtypes[0])
-            before = partial(_by_sdpa, backends=[SDPBackend.MATH])
-            trial = dtype and Replacement(shapes, dtype, before, _by_sdpa, found.recording.is_training, _MATH)
+            before = partial(_by_sdpa, backends=[SDPBackend.MATH], masked=has_mask)
+            after, name = partial(_by_sdpa, masked=has_mask), f"{_MATH} {has_mask}"
+            trial = dtype and Replacement(shapes, dtype, before, after, found.recording.is_training, name)
             yield Suspect("math attention", op.label, evidence, _ASK_FUSED, found.by_outer[op.outer], trial)
 
 

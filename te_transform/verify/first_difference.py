@@ -86,11 +86,11 @@ def _paired(own: Tape, theirs: Tape) -> list[_Key]:
         other = theirs.values.get(moment, [])
         count = len(one) if len(one) == len(other) else min(len(one), len(other), 1)
         is_result = not moment.path and not moment.is_start  # the shape of the model's result matters
-        keys += [(moment, n) for n in range(count) if is_result or _are_alike(one[n], other[n])]
+        keys += [(moment, n) for n in range(count) if is_result or _can_be_paired(one[n], other[n])]
     return keys
 
 
-def _are_alike(one: Tensor, other: Tensor) -> bool:
+def _can_be_paired(one: Tensor, other: Tensor) -> bool:
     return one.shape == other.shape and one.is_floating_point() == other.is_floating_point()
 
 
