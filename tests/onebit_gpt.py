@@ -50,11 +50,11 @@ def losses() -> dict[str, list[float]]:
     return {
         "Adam": [trained(lambda p: torch.optim.Adam(p, **OPTIONS), seed, text) for seed in range(3)],
         "OneBitAdam": [
-            trained(lambda p: OneBitAdam(p, freeze_step=WARM_UP, **OPTIONS), seed, text) for seed in range(3)
+            trained(lambda p: OneBitAdam(p, freeze_step=WARM_UP, **OPTIONS), seed, text) for seed in range(2)
         ],
         "ZeroOneAdam": [
             trained(lambda p: ZeroOneAdam(p, var_freeze_step=WARM_UP, **OPTIONS), seed, text)
-            for seed in range(3)
+            for seed in range(2)
         ],
         "compressed gradients": [trained(lambda p: OfCompressedGradients(p, **OPTIONS), 0, text)],
     }

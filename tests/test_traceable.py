@@ -82,9 +82,10 @@ def test_masks_of_encoders_need_no_hint(first: str) -> None:
     hinted = converted(seeded(Stack, is_causal=False), X, MASKS[first], verify=False)
     assert report.counts == te_transform.report(hinted).counts
     assert not report.breaks
-    for mask in MASKS.values():
+    for mask in MASKS.values() if first == "causal" else (MASKS[first], CAUSAL):
         same(model, fused, X, mask)
-    same(model, fused, X, CAUSAL, src_key_padding_mask=PADDING)
+    if first == "causal":
+        same(model, fused, X, CAUSAL, src_key_padding_mask=PADDING)
 
 
 @pytest.mark.parametrize("build", [lambda: Stack(nn.TransformerDecoderLayer), Whole])
