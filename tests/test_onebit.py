@@ -164,6 +164,7 @@ def test_other_ranks_of_a_state_start_without_errors(found: Found) -> None:
         assert each["loaded_from_rank_0"] == (rank == 0)
 
 
+@pytest.mark.integration  # eight trainings
 def test_a_gpt_learns_as_with_adam(tmp_path: Path) -> None:
     """300 steps on the standard library's sources: as far from Adam's mean as its own runs are apart."""
     losses = spawn(onebit_gpt.losses, 2, tmp_path)[0]
