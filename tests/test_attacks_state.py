@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import te_transform
 from tests.attacks import Attends, Pair, X, each, odd
-from tests.models.tiny import WIDTH
+from tests.models.tiny import WIDTH, Tiny
 from tests.zoo import seeded
 
 
@@ -187,6 +187,33 @@ def test_a_converted_model_answers_as_if_it_had_never_been_called(inplace: bool)
     for _ in range(2):
         expected, found = (copy_context().run(each, X) for each in (model, converted))
         torch.testing.assert_close(found, expected)
+
+
+class CountsInItsClass(Tiny):
+    """A forward that counts its calls in the class that it asks for; other code reads the user's class."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        type(self).calls += 1
+        return super().forward(x) * CountsInItsClass.calls
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_what_a_forward_sets_on_its_class_is_set_on_the_users_class(
+    monkeypatch: pytest.MonkeyPatch, verify: bool
+) -> None:
+    monkeypatch.setattr(CountsInItsClass, "calls", 0)
+    model = seeded(CountsInItsClass)
+    converted = te_transform.convert(copy.deepcopy(model), X, verify=verify)
+    assert CountsInItsClass.calls == 0
+    for calls in (1, 2, 3):
+        found = converted(X)
+        assert CountsInItsClass.calls == calls
+        CountsInItsClass.calls -= 1
+        torch.testing.assert_close(found, model(X))
+    type(converted).calls = 7
+    assert CountsInItsClass.calls == 7
 
 
 def test_a_conversion_that_fails_leaves_state_as_it_was() -> None:

@@ -15,6 +15,7 @@ import warnings
 from array import array
 from collections import ChainMap, Counter, OrderedDict, UserDict, defaultdict, deque
 from collections.abc import Callable
+from contextvars import ContextVar
 from multiprocessing import Value
 from pathlib import Path
 from queue import Queue, SimpleQueue
@@ -336,6 +337,13 @@ class Point(ctypes.Structure):
 
 KEY = Counts()
 
+
+def in_context() -> ContextVar[list[int]]:
+    variable: ContextVar[list[int]] = ContextVar("variable")
+    variable.set([])
+    return variable
+
+
 # What makes an object, what a forward does to it, and what shows it.
 LIBRARY: dict[str, tuple[Callable, Callable, Callable]] = {
     "a queue": (Queue, lambda q: q.put(1), lambda q: (q.qsize(), q.unfinished_tasks)),
@@ -359,6 +367,11 @@ LIBRARY: dict[str, tuple[Callable, Callable, Callable]] = {
     "weak values": (WeakValueDictionary, lambda d: d.__setitem__(1, KEY), lambda d: dict(d)),
     "a weak set": (WeakSet, lambda s: s.add(KEY), lambda s: list(s)),
     "a value of C": (ctypes.c_int, lambda c: setattr(c, "value", 5), lambda c: c.value),
+    "memory behind a pointer of C": (
+        lambda: ctypes.pointer(ctypes.c_int(0)),
+        lambda p: p.__setitem__(0, 5),
+        lambda p: p[0],
+    ),
     "an array of C": (lambda: (ctypes.c_int * 2)(), lambda c: c.__setitem__(0, 5), lambda c: list(c)),
     "a structure of C": (Point, lambda c: setattr(c, "y", 5.0), lambda c: (c.x, c.y)),
     "a value of processes": (lambda: Value("i", 0), lambda v: setattr(v, "value", 5), lambda v: v.value),
@@ -388,6 +401,26 @@ LIBRARY: dict[str, tuple[Callable, Callable, Callable]] = {
     "a list's iterator": (lambda: iter([1, 2]), next, lambda it: it.__length_hint__()),
     "a cycle": (lambda: itertools.cycle([1, 2]), next, lambda it: [*it.__reduce__()[2][0]]),
     "a hash": (hashlib.sha256, lambda h: h.update(b"x"), lambda h: h.hexdigest()),
+    "a context variable's list": (
+        in_context,
+        lambda held: held.get().append(1),
+        lambda held: list(held.get()),
+    ),
+    "a logger": (
+        lambda: logging.Logger("held"),
+        lambda log: log.addHandler(logging.NullHandler()),
+        lambda log: len(log.handlers),
+    ),
+    "an optimizer's state": (
+        lambda: torch.optim.Adagrad([torch.ones(1)], lr=1.0),
+        lambda adagrad: adagrad.param_groups[0].update(lr=2.0),
+        lambda adagrad: adagrad.param_groups[0]["lr"],
+    ),
+    "a quasirandom engine": (
+        lambda: torch.quasirandom.SobolEngine(2),
+        lambda sobol: sobol.draw(3),
+        lambda sobol: (sobol.num_generated, sobol.quasi.tolist()),
+    ),
     "a mock": (Mock, lambda mock: mock(1), lambda mock: mock.call_count),
     "a method of a list": (lambda: [].append, lambda push: push(1), lambda push: list(push.__self__)),
     "a RandomState": (

@@ -820,3 +820,25 @@ NUMBERS = {
 @pytest.mark.parametrize("name", NUMBERS)
 def test_a_number_of_numpy_is_no_array(name: str) -> None:
     follows(NUMBERS[name])
+
+
+# Metaclasses that construct objects
+
+
+class Singleton(type):
+    one: Any = None
+
+    def __call__(cls) -> Any:
+        if cls.one is None:
+            cls.one = super().__call__()
+        return cls.one
+
+
+class Shared(metaclass=Singleton):
+    def __init__(self) -> None:
+        self.scale = 1.0
+
+
+def test_a_metaclass_constructs_objects() -> None:
+    Shared().scale = 3.0
+    follows(lambda x: Shared().scale)

@@ -180,7 +180,7 @@ def captured_class(kind: type, skipped: frozenset[str] = frozenset()) -> type:
     if (kind, skipped) not in _SUBCLASSES:
         named = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
         try:
-            made = type(
+            made = _metaclass(type(kind))(
                 kind.__name__, (kind,), {**_overridden_methods(kind), "__reduce_ex__": _reduce, **named}
             )
         except Exception as error:  # from a metaclass, or from the __init_subclass__ of a registry
@@ -190,6 +190,22 @@ def captured_class(kind: type, skipped: frozenset[str] = frozenset()) -> type:
             ) from error
         _SUBCLASSES[kind, skipped], _ORIGINALS[made] = made, kind
     return _SUBCLASSES[kind, skipped]
+
+
+@functools.cache
+def _metaclass(kind: type) -> type:
+    """Return a metaclass whose classes hand attributes that are set on them to the user's class.
+
+    A forward counts in `type(self).calls`, and other code reads the count from the user's class.
+    """
+
+    def set_name(self: type, name: str, value: Any) -> None:
+        setattr(_ORIGINALS[self], name, value) if self in _ORIGINALS else kind.__setattr__(self, name, value)
+
+    def delete_name(self: type, name: str) -> None:
+        delattr(_ORIGINALS[self], name) if self in _ORIGINALS else kind.__delattr__(self, name)
+
+    return type(kind.__name__, (kind,), {"__setattr__": set_name, "__delattr__": delete_name})
 
 
 def _overridden_methods(kind: type) -> dict[str, Callable[..., Any]]:

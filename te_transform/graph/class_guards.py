@@ -5,6 +5,7 @@ Each graph has one such guard, since all objects of a class share the class.
 
 from __future__ import annotations
 
+import enum
 import gc
 import operator
 import sys
@@ -14,6 +15,7 @@ from types import FunctionType
 from typing import Any
 
 from torch._C._dynamo.guards import dict_version
+from torch._dynamo.exc import unimplemented
 from torch._guards import Guard
 
 from te_transform.graph.content import are_the_same, objects
@@ -28,6 +30,21 @@ def guard_class_attribute(held: Any, name: str) -> None:
     """Guard that the class of `held` keeps its current method, property or value under `name`."""
     if isinstance(held, type) or name not in getattr(held, "__dict__", ()):
         _guard_definition(classes_of(held), name)
+
+
+def check_construction(variable: Any, *_: Any, **__: Any) -> None:
+    """Leave a class whose metaclass defines `__call__`, such as a singleton, to the user's own code.
+
+    Dynamo constructs objects without calling the metaclass's method.
+    """
+    kind = variable.value
+    metaclass = type(kind)
+    call = next(vars(base)["__call__"] for base in metaclass.__mro__ if "__call__" in vars(base))
+    if isfunction(call) and not issubclass(metaclass, enum.EnumMeta):
+        unimplemented(
+            gb_type=f"dynamo does not call the __call__ that the metaclass of {kind.__name__} defines",
+            context="", explanation="", hints=[],
+        )  # fmt: skip
 
 
 def _guard_definition(mro: tuple[type, ...], name: str) -> None:

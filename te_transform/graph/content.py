@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import types
 import weakref
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping
+from contextvars import ContextVar
 from typing import Any
 
 _CONTAINERS = (OrderedDict, dict, list, set, deque)
@@ -94,6 +96,11 @@ class Leads(Content):
             self.inside = [getattr(value, "__wrapped__", None)]
         elif isinstance(value, weakref.ref):
             self.inside = [value()]
+        elif isinstance(value, ContextVar):
+            with contextlib.suppress(LookupError):
+                self.inside = [value.get()]
+        elif isinstance(value, ctypes._Pointer):
+            self.inside = [value.contents] if value else []
         elif isinstance(value, types.MappingProxyType):
             self.inside = [*value.values()]
         else:

@@ -14,14 +14,15 @@ from torch import nn
 
 from te_transform.graph.content import Content
 
-# Modules of the standard library whose objects hold a user's values.
+# Modules of the standard library and PyTorch whose objects hold a user's values.
 _HOLDERS = frozenset(
     (
         "types", "argparse", "collections", "queue", "threading", "weakref", "_weakrefset", "unittest.mock",
         "configparser", "contextlib", "tempfile", "functools", "multiprocessing.sharedctypes",
-        "asyncio.queues",
+        "asyncio.queues", "logging", "torch.quasirandom",
     )
 )  # fmt: skip
+_HOLDING_PACKAGES = "torch.amp.", "torch.distributions.", "torch.optim.", "torch.utils.data."
 _CONSTRUCTORS = ("__init__", "__new__", "__post_init__")
 # Methods that Python calls before or after a forward. Constructors run in a forward that mentions the class.
 _OF_ANOTHER_TIME = frozenset(
@@ -42,7 +43,8 @@ def is_of_a_user(home: Any) -> bool:
 
 def holds_values(kind: type) -> bool:
     """Return True if objects of a class may have a user's values as attributes."""
-    return kind.__module__ in _HOLDERS or is_of_a_user(kind.__module__)
+    home = kind.__module__
+    return home in _HOLDERS or home.startswith(_HOLDING_PACKAGES) or is_of_a_user(home)
 
 
 def home_of(value: type | types.FunctionType) -> Any:

@@ -55,6 +55,7 @@ from torch._dynamo.variables.user_defined import (
 from torch._guards import Guard, Source, TracingContext
 
 from te_transform.graph.class_guards import (
+    check_construction,
     classes_of,
     guard_class_attribute,
     guard_missing_name,
@@ -275,8 +276,7 @@ def _patches() -> Iterator[Patch]:
     yield dicts.ConstDictVariable, "install_dict_contains_guard", call_before(_guard_made_key)
     yield lists.CommonListMethodsVariable, "call_method", call_before(_guard_list_method)
     yield builder.VariableBuilder, "_wrap", _length_limit
-    yield UserDefinedClassVariable, "__init__", call_after(_guard_class)
-    yield UserDefinedObjectVariable, "__init__", call_after(_guard_class)
+    yield from _class_patches()
     for tracker in (misc.PythonModuleVariable, *_subclasses(functions.BaseUserFunctionVariable)):
         if "call_obj_hasattr" in vars(tracker):
             yield tracker, "call_obj_hasattr", call_before(_guard_hasattr)
@@ -298,6 +298,13 @@ def _patches() -> Iterator[Patch]:
     if hasattr(dicts, "DunderDictVariable"):  # replaces GetAttrVariable since PyTorch 2.13
         yield dicts.DunderDictVariable, "install_dict_contains_guard", _name_in_dict
         yield dicts.DunderDictVariable, "install_dict_keys_match_guard", _names_in_dict
+
+
+def _class_patches() -> Iterator[Patch]:
+    """Yield the methods that read a class or construct its objects."""
+    yield UserDefinedClassVariable, "__init__", call_after(_guard_class)
+    yield UserDefinedObjectVariable, "__init__", call_after(_guard_class)
+    yield UserDefinedClassVariable, "call_function", call_before(check_construction)
 
 
 def _identity_patches() -> Iterator[Patch]:

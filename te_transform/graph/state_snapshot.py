@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import threading
 import types
 import weakref
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -223,7 +225,8 @@ def _of_class(value: type) -> Content | None:
 
 _LEADS = (
     tuple, frozenset, functools.partial, types.MethodType, types.BuiltinMethodType, types.MethodWrapperType,
-    types.MappingProxyType, weakref.ref, functools._lru_cache_wrapper,
+    types.MappingProxyType, weakref.ref, functools._lru_cache_wrapper, ContextVar,
+    ctypes._Pointer,
 )  # fmt: skip
 _SNAPSHOT_CLASSES: tuple[tuple[tuple[type, ...], _Kind], ...] = (
     ((type,), _of_class),
