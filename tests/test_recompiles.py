@@ -99,6 +99,28 @@ def test_an_argument_that_grows_is_captured_three_times(grow: Callable[[range], 
     assert len(graphs) <= MOST_CAPTURES
 
 
+def test_names_of_keyword_arguments_that_change_are_captured_three_times() -> None:
+    def adds(self: Any, x: Tensor, **given: float) -> Tensor:
+        return Tiny.forward(self, x) + sum(given.values())
+
+    run, graphs, reasons = captured(seeded(type("Adds", (Tiny,), {"forward": adds})))
+    for call in range(CALLS):
+        run(X, **{f"given_{call}": 1.0})
+    assert len(graphs) == MOST_CAPTURES
+    assert "a constant value of given," in reasons[0]
+
+
+def test_parameters_that_are_frozen_for_one_call_are_captured_three_times() -> None:
+    run, graphs, _ = captured(model := seeded(Tiny))
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+        run(X)
+    assert len(graphs) == MOST_CAPTURES < len([*model.parameters()])
+    for _ in range(3):
+        run(X)
+    assert len(graphs) == MOST_CAPTURES + 1
+
+
 def test_the_report_names_the_value_and_the_line() -> None:
     model, twin = (counting(*CHANGING["a list that grows"]) for _ in range(2))
     converted = te_transform.convert(model, X, inplace=True)

@@ -1,7 +1,8 @@
 """Limit recompiles of a forward that reads a value which changes with each call.
 
-Dynamo guards every value that a forward reads. A counter, a schedule, a growing list or a hook registered for
-one call makes the guards of all graphs fail. A capture takes as long as thousands of calls.
+Dynamo guards every value that a forward reads. A counter, a schedule, a growing list, a hook registered for
+one call or other frozen parameters make the guards of all graphs fail. A capture takes as long as thousands
+of calls.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch._dynamo.guards import DeletedGuardManagerWrapper, get_guard_fail_reas
 from torch._dynamo.types import ConvertFrameReturn, DynamoFrameType
 
 MOST_CAPTURES = 3  # captures of a module for different values of one expression
-_CALLS_BEFORE_HOOKS = 2  # calls with new hooks that run the user's code: many hooks exist for one call
+_CALLS_BEFORE_CAPTURE = 2  # calls with new hooks that run the user's code: many hooks exist for one call
 
 # Modes, sizes and dtypes may have a graph each; dynamo makes varying sizes dynamic.
 _NO_VALUE = ("GLOBAL_STATE", "tensor '", ".size()", ".stride()", "Unexpected recompilation", "BACKEND_MATCH")
@@ -27,7 +28,7 @@ _HOOKS = re.compile(r"_hooks\b")
 _ABSENT = re.compile(r"___dict_contains\('(\w+)', (\w+)\.__dict__\)")
 # an attribute or an item of a variable or of its class, not a function
 _PATH = re.compile(r"(?:type\([^()\s]+\)|[A-Za-z_]\w*)(?:\.\w+|\[[^]]+\])+(?![\w(])")
-_GUARDED_NAME = re.compile(r"\b[A-Za-z_]\w*(?=\)* ==)|(?<=^not )[A-Za-z_]\w*$")
+_GUARDED_NAME = re.compile(r"\b[A-Za-z_]\w*(?=\)*(?:\[\d+\])? ==)|(?<=^not )[A-Za-z_]\w*$")
 
 
 # Dynamo makes an integer attribute of a module a graph input after two different values.
@@ -41,22 +42,25 @@ class Recompiles:
         self.tell = tell  # receives the reason of a refusal; None: no call is refused
         # the module of each capture, by the compile id of the capture
         self.modules: dict[str, weakref.ref[nn.Module] | None] = {}
-        # the last hooks without a graph, and the number of consecutive calls with these hooks
-        self.hooks: tuple[Hashable, int] = ((), 0)
+        # the last hooks and frozen parameters without a graph, and the number of consecutive calls with them
+        self.last: tuple[Hashable, int] = ((), 0)
 
     def settings(self, frame: DynamoFrameType) -> Mapping[str, Any] | None:
         """Return the dynamo settings for the capture of a call, or None if the call runs the user's code."""
         if self.tell is None:
             return {}
         module = module_in_frame(frame)
-        guards = [
-            guard
+        failed = [
+            _FailedGuard.of(entry, frame)
             for entry in _debug_get_cache_entry_list(frame.f_code)
             if not isinstance(entry.guard_manager, DeletedGuardManagerWrapper)
             if self._is_of(str(entry.compile_id), module)
-            if (guard := _FailedGuard.of(entry, frame)).is_of_value
         ]
-        if any(guard.is_of_hooks for guard in guards) and self._are_new(_hooks_of(module)):
+        guards = [guard for guard in failed if guard.is_of_value]
+        is_of_hooks = any(guard.is_of_hooks for guard in guards)
+        is_of_frozen = sum(guard.is_of_frozen for guard in failed) >= MOST_CAPTURES
+        passing = _hooks_of(module) if is_of_hooks else (), _frozen_in(module) if is_of_frozen else ()
+        if (is_of_hooks or is_of_frozen) and self._are_new(passing):
             return None
         for guard in guards:
             if len({other.text for other in guards if other.subject == guard.subject}) >= MOST_CAPTURES:
@@ -75,11 +79,11 @@ class Recompiles:
         known = self.modules.get(capture)
         return (None if known is None else known()) is module
 
-    def _are_new(self, hooks: Hashable) -> bool:
-        last, calls = self.hooks
-        calls = calls + 1 if hooks == last else 1
-        self.hooks = hooks, calls
-        return calls <= _CALLS_BEFORE_HOOKS
+    def _are_new(self, passing: Hashable) -> bool:
+        last, calls = self.last
+        calls = calls + 1 if passing == last else 1
+        self.last = passing, calls
+        return calls <= _CALLS_BEFORE_CAPTURE
 
 
 def module_in_frame(frame: DynamoFrameType) -> nn.Module | None:
@@ -96,6 +100,12 @@ def _hooks_of(module: nn.Module | None) -> Hashable:
         for home in homes
         for hook in vars(part).get(home, {}).values()
     )
+
+
+def _frozen_in(module: nn.Module | None) -> Hashable:
+    """Return the names of the parameters without gradients."""
+    named = () if module is None else module.named_parameters()
+    return tuple(name for name, parameter in named if not parameter.requires_grad)
 
 
 def _reference(hook: Callable[..., Any]) -> Hashable:
@@ -128,6 +138,10 @@ class _FailedGuard:
     @property
     def is_of_hooks(self) -> bool:
         return _HOOKS.search(self.text) is not None
+
+    @property
+    def is_of_frozen(self) -> bool:
+        return "_parameters[" in self.text and "requires_grad mismatch" in self.text
 
     @property
     def is_of_integer(self) -> bool:
