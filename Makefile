@@ -6,16 +6,13 @@ READY := .venv/.ready
 # import torch and transformers.
 export PYTHONDONTWRITEBYTECODE :=
 
-# One more than the cores, because tests with several ranks wait for each other.
-WORKERS := $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
-
 .PHONY: quickstart test integrations fuzz against site lint benchmarks clean
 
 quickstart: $(READY)
 	$(BIN)/python examples/quickstart.py
 
 test: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -m "not integration"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadgroup -m "not integration"
 
 integrations: .venv/.integrations
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadgroup -m integration
