@@ -406,16 +406,6 @@ LIBRARY: dict[str, tuple[Callable, Callable, Callable]] = {
         lambda held: held.get().append(1),
         lambda held: list(held.get()),
     ),
-    "a logger": (
-        lambda: logging.Logger("held"),
-        lambda log: log.addHandler(logging.NullHandler()),
-        lambda log: len(log.handlers),
-    ),
-    "an optimizer's state": (
-        lambda: torch.optim.Adagrad([torch.ones(1)], lr=1.0),
-        lambda adagrad: adagrad.param_groups[0].update(lr=2.0),
-        lambda adagrad: adagrad.param_groups[0]["lr"],
-    ),
     "a quasirandom engine": (
         lambda: torch.quasirandom.SobolEngine(2),
         lambda sobol: sobol.draw(3),

@@ -14,15 +14,16 @@ from torch import nn
 
 from te_transform.graph.content import Content
 
-# Modules of the standard library and PyTorch whose objects hold a user's values.
+# Modules of the standard library and PyTorch whose objects hold a user's values. Loggers lead to streams;
+# optimizers and data loaders lead to tensors as large as the model. A forward seldom changes them.
 _HOLDERS = frozenset(
     (
         "types", "argparse", "collections", "queue", "threading", "weakref", "_weakrefset", "unittest.mock",
         "configparser", "contextlib", "tempfile", "functools", "multiprocessing.sharedctypes",
-        "asyncio.queues", "logging", "torch.quasirandom",
+        "asyncio.queues", "torch.quasirandom",
     )
 )  # fmt: skip
-_HOLDING_PACKAGES = "torch.amp.", "torch.distributions.", "torch.optim.", "torch.utils.data."
+_HOLDING_PACKAGES = "torch.amp.", "torch.distributions."
 _CONSTRUCTORS = ("__init__", "__new__", "__post_init__")
 # Methods that Python calls before or after a forward. Constructors run in a forward that mentions the class.
 _OF_ANOTHER_TIME = frozenset(
