@@ -820,6 +820,14 @@ def test_a_number_of_numpy_is_no_array(name: str) -> None:
     follows(NUMBERS[name])
 
 
+def test_a_product_with_a_number_of_numpy_is_captured() -> None:
+    model = type("Reads", (nn.Module,), {"forward": lambda self, x: x / numpy.sqrt(8) * EQUALS.number})()
+    graphs: list[Any] = []
+    run = capture(type(model).forward, lambda graph, inputs: graphs.append(graph) or graph.forward)
+    assert torch.equal(run(model, X), model(X))
+    assert len(graphs) == 1
+
+
 # Metaclasses that construct objects
 
 

@@ -15,10 +15,10 @@ from types import FunctionType
 from typing import Any
 
 from torch._C._dynamo.guards import dict_version
-from torch._dynamo.exc import unimplemented
 from torch._guards import Guard
 
 from te_transform.graph.content import are_the_same, objects
+from te_transform.graph.dynamo_patches import leave_to_user
 from te_transform.graph.lambda_guards import add_guard, notes_of_capture
 
 _MISSING = object()
@@ -41,10 +41,7 @@ def check_construction(variable: Any, *_: Any, **__: Any) -> None:
     metaclass = type(kind)
     call = next(vars(base)["__call__"] for base in metaclass.__mro__ if "__call__" in vars(base))
     if isfunction(call) and not issubclass(metaclass, enum.EnumMeta):
-        unimplemented(
-            gb_type=f"dynamo does not call the __call__ that the metaclass of {kind.__name__} defines",
-            context="", explanation="", hints=[],
-        )  # fmt: skip
+        leave_to_user(f"dynamo does not call the __call__ that the metaclass of {kind.__name__} defines")
 
 
 def _guard_definition(mro: tuple[type, ...], name: str) -> None:

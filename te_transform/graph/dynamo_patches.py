@@ -5,10 +5,11 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, NoReturn
 from unittest.mock import patch
 
 from torch._dynamo import variables
+from torch._dynamo.exc import unimplemented
 
 IS_2_13 = hasattr(variables, "object_protocol")  # PyTorch 2.13 or later
 Patch = tuple[Any, str, Callable[[Any], Any]]  # a class or module, the name of its function, and the wrapper
@@ -50,3 +51,8 @@ def call_after(act: Callable[..., None]) -> Callable[[Any], Any]:
         return call
 
     return wrap
+
+
+def leave_to_user(why: str) -> NoReturn:
+    """End the graph of the current capture: the user's own code runs here, and the report says why."""
+    unimplemented(gb_type=why, context="", explanation="", hints=[])

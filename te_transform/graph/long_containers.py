@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch._dynamo.exc import unimplemented
 from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.source import (
     ConstDictKeySource,
@@ -24,7 +23,7 @@ from torch._dynamo.variables.builder import VariableBuilder
 from torch._dynamo.variables.dicts import ConstDictVariable
 from torch._guards import Source
 
-from te_transform.graph.dynamo_patches import call_before, patched
+from te_transform.graph.dynamo_patches import call_before, leave_to_user, patched
 
 MOST_ELEMENTS = 2**10
 _OF_ELEMENTS = (ConstDictKeySource, DictGetItemSource, GetItemSource, NonSerializableSetGetItemSource)
@@ -61,7 +60,6 @@ def _check_keys(self: ConstDictVariable) -> None:
 
 def _check(elements: int) -> None:
     if elements > MOST_ELEMENTS:
-        unimplemented(
-            gb_type=f"it reads or changes more than {MOST_ELEMENTS:,} elements of a list, dict, set or deque",
-            context="", explanation="", hints=[],
-        )  # fmt: skip
+        leave_to_user(
+            f"it reads or changes more than {MOST_ELEMENTS:,} elements of a list, dict, set or deque"
+        )

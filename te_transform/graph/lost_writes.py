@@ -8,14 +8,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest.mock import patch
 
-from torch._dynamo.exc import unimplemented
 from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.variables import ConstantVariable, builder, dicts, user_defined
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.user_defined import UserDefinedClassVariable, UserDefinedObjectVariable
 
 from te_transform.graph.class_guards import guard_class_attribute
-from te_transform.graph.dynamo_patches import IS_2_13, Patch, call_after, call_before
+from te_transform.graph.dynamo_patches import IS_2_13, Patch, call_after, call_before, leave_to_user
 
 
 def write_patches() -> Iterator[Patch]:
@@ -34,10 +33,7 @@ def write_patches() -> Iterator[Patch]:
 def _check_owner(_: SideEffects, variable: VariableTracker, *__: Any) -> None:
     """Leave a write to an attribute of a class to the user's own code: dynamo hides it from objects."""
     if isinstance(variable, UserDefinedClassVariable):
-        unimplemented(
-            gb_type="it writes to an attribute of a class; hold the value in an object",
-            context="", explanation="", hints=[],
-        )  # fmt: skip
+        leave_to_user("it writes to an attribute of a class; hold the value in an object")
 
 
 def _property_setter(own: Callable[..., Any]) -> Callable[..., Any]:

@@ -11,7 +11,6 @@ import operator
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from torch._dynamo.exc import unimplemented
 from torch._dynamo.variables import (
     BaseListVariable,
     BuiltinVariable,
@@ -21,6 +20,8 @@ from torch._dynamo.variables import (
 )
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
+
+from te_transform.graph.dynamo_patches import leave_to_user
 
 
 def compare_all_items(own: Callable[..., Any]) -> Callable[..., Any]:
@@ -57,10 +58,7 @@ def _equals(tx: Any, item: VariableTracker, search: VariableTracker) -> Variable
         equal = _traced_answer(operator.eq, tx, item, search)
         if isinstance(equal, (ConstantVariable, SymNodeVariable)):
             return equal
-    unimplemented(
-        gb_type="`in` compares a number with a tensor, a numpy number or an object of a class with __eq__",
-        context="", explanation="", hints=[],
-    )  # fmt: skip
+    leave_to_user("`in` compares a number with a tensor, a numpy number or an object of a class with __eq__")
 
 
 def _or(tx: Any, one: VariableTracker, other: VariableTracker) -> VariableTracker:

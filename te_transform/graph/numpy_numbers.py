@@ -12,18 +12,17 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch._dynamo.exc import unimplemented
 from torch._dynamo.variables import BuiltinVariable, ConstantVariable
 from torch._dynamo.variables.builder import VariableBuilder
 from torch._dynamo.variables.tensor import NumpyNdarrayVariable
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 
-from te_transform.graph.dynamo_patches import Patch, call_before
+from te_transform.graph.dynamo_patches import Patch, call_before, leave_to_user
 
 
 def numpy_patches() -> Iterator[Patch]:
     """Yield the dynamo methods that answer for numpy numbers, with their wrappers."""
-    yield VariableBuilder, "wrap_numpy_ndarray", call_before(_check_dimensions)
+    yield VariableBuilder, "_wrap", call_before(_check_dimensions)  # numbers are arrays from here on
     yield BuiltinVariable, "call_function", call_before(_check_class)
     for name in ("is_hashable", "is_python_hashable"):  # of PyTorch 2.13, and of 2.11
         if hasattr(NumpyNdarrayVariable, name):
@@ -32,11 +31,10 @@ def numpy_patches() -> Iterator[Patch]:
 
 
 def _check_dimensions(_: VariableBuilder, value: Any) -> None:
-    if value.ndim == 0 and type(value).__name__ == "ndarray":
-        unimplemented(
-            gb_type="it reads a numpy array without dimensions; hold float(array) or torch.from_numpy(array)",
-            context="", explanation="", hints=[],
-        )  # fmt: skip
+    if type(value).__name__ == "ndarray" and value.ndim == 0:
+        leave_to_user(
+            "it reads a numpy array without dimensions; hold float(array) or torch.from_numpy(array)"
+        )
 
 
 def _check_class(self: BuiltinVariable, _: Any, args: Any, *__: Any) -> None:
@@ -47,10 +45,9 @@ def _check_class(self: BuiltinVariable, _: Any, args: Any, *__: Any) -> None:
 def _check_array(asked: NumpyNdarrayVariable) -> None:
     """Leave an object without dimensions to the user's own code: it may be a number or an array."""
     if asked.ndim == 0:
-        unimplemented(
-            gb_type="it asks for the class or the hash of a numpy number; hold float(number) or int(number)",
-            context="", explanation="", hints=[],
-        )  # fmt: skip
+        leave_to_user(
+            "it asks for the class or the hash of a numpy number; hold float(number) or int(number)"
+        )
 
 
 def _no_tensor(own: Callable[..., Any]) -> Callable[..., Any]:

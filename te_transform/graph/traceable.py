@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import nn
 from torch._dynamo import symbolic_convert, trace_rules
-from torch._dynamo.exc import Unsupported, unimplemented
+from torch._dynamo.exc import Unsupported
 from torch._dynamo.guards import GuardBuilder, install_guard
 from torch._dynamo.variables import ConstantVariable, TensorVariable
 from torch._dynamo.variables.functions import SkipFunctionVariable, UserFunctionVariable
 from torch._dynamo.variables.misc import DebuggingVariable
 from torch.nn.modules import transformer
 
-from te_transform.graph.dynamo_patches import patched
+from te_transform.graph.dynamo_patches import leave_to_user, patched
 
 _ASKS = (
     "nn.TransformerEncoder and Decoder read a mask to check if it is causal, on which their result depends; "
@@ -61,7 +61,7 @@ class _CausalMask(UserFunctionVariable):
         traced = super().call_function
         with suppress(Unsupported):
             return traced(tx, args, kwargs)
-        unimplemented(gb_type=_ASKS, context="", explanation="", hints=[])
+        leave_to_user(_ASKS)
 
 
 def _is_only_a_hint(tx: Any, mask: Any) -> bool:
