@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 from unittest.mock import patch
 
@@ -67,7 +68,7 @@ def _lists_in_tuples(own: Callable[..., Any]) -> Callable[..., Any]:
     def call(self: Any, value: Any) -> Any:
         if not (type(value) is tuple and any(map(_is_changeable, value))):
             return own(self, value)
-        with patch.object(ConstantVariable, "is_literal", lambda *_: False):
+        with _as_variables():
             return own(self, value)
 
     return call
@@ -80,7 +81,7 @@ def _lists_of_classes(own: Callable[..., Any]) -> Callable[..., Any]:
     def look_up(self: Any, tx: Any, name: str) -> Any:
         if not _is_changeable(inspect.getattr_static(self.value, name, None)):
             return own(self, tx, name)
-        with patch.object(ConstantVariable, "is_literal", lambda *_: False):
+        with _as_variables():
             return own(self, tx, name)
 
     return look_up
@@ -90,6 +91,11 @@ def _keep_items(self: Any, *_: Any, **__: Any) -> None:
     """Make a tuple of the items that an iterator gave. PyTorch 2.11 would read the iterator once more."""
     if self.init_args:
         self.init_args = [self._tuple_vt]
+
+
+def _as_variables() -> AbstractContextManager[Any]:
+    """Return a context in which dynamo makes no constants of lists and sets."""
+    return patch.object(ConstantVariable, "is_literal", lambda *_: False)
 
 
 def _is_changeable(held: Any) -> bool:
