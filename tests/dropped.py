@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -34,11 +35,11 @@ class Net(nn.Module):
         return self.head(x)
 
 
-def net(**options: Any) -> nn.Module:
+def net(make: Callable[..., nn.Module] = Net, **options: Any) -> nn.Module:
     """Return the converted model, the same at every call."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = Net(**{name: options.pop(name) for name in ("layers", "reentrant") if name in options})
+        model = make(**{name: options.pop(name) for name in ("layers", "reentrant") if name in options})
     return te_transform.convert(model, X, verify=False, inplace=True, **options).train()
 
 

@@ -409,14 +409,74 @@ def test_a_checkpoint_repeats_the_draw_after_another_step(reentrant: bool) -> No
     torch.testing.assert_close(*found)
 
 
-def test_a_backward_of_two_steps_raises() -> None:
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_one_backward_repeats_the_draws_of_two_steps(reentrant: bool) -> None:
+    found, x = [], X.clone().requires_grad_()
+    for model in (net(reentrant=reentrant), net()):
+        schedule = dropping(model)
+        loss = model(x).square().mean()
+        schedule.step()
+        (loss + model(2 * x).square().mean()).backward()
+        found.append([parameter.grad for parameter in model.parameters()])
+    torch.testing.assert_close(*found)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoints_repeat_the_draw_for_a_loss_of_values_that_the_model_does_not_return(
+    reentrant: bool,
+) -> None:
+    found, x = [], X.clone().requires_grad_()
+    for model in (net(reentrant=reentrant), net()):
+        inputs: list[Tensor] = []
+        model.head.register_forward_pre_hook(lambda module, args, inputs=inputs: inputs.append(args[0]))
+        schedule = dropping(model)
+        for _ in range(4):  # new hooks are captured from the third call on
+            model(x)
+            schedule.step()
+        inputs[-1].square().mean().backward()
+        found.append([parameter.grad for parameter in model.blocks.parameters()])
+    torch.testing.assert_close(*found)
+
+
+class Nested(Net):
+    """Pairs of layers in a checkpoint, and each layer in a checkpoint of its own."""
+
+    def __init__(self, outer: bool, **settings: Any):
+        super().__init__(**settings)
+        self.outer = outer
+
+    def forward(self, x: Tensor) -> Tensor:
+        for pair in (self.blocks[:2], self.blocks[2:]):
+            x = checkpoint(self._run, pair, x, use_reentrant=self.outer)
+        return self.head(x)
+
+    def _run(self, pair: nn.ModuleList, x: Tensor) -> Tensor:
+        for block in pair:
+            x = checkpoint(block, x, use_reentrant=self.reentrant)
+        return x
+
+
+@pytest.mark.parametrize(("outer", "inner"), [(False, True), (True, False), (True, True)])
+def test_checkpoints_within_checkpoints_repeat_the_draw(outer: bool, inner: bool) -> None:
+    found, x = [], X.clone().requires_grad_()
+    for model in (net(partial(Nested, outer), reentrant=inner), net()):
+        schedule = dropping(model)
+        loss = model(x).square().mean()
+        schedule.step()
+        (loss + model(2 * x).square().mean()).backward()
+        found.append([parameter.grad for parameter in model.parameters()])
+    torch.testing.assert_close(*found)
+
+
+def test_forwards_of_two_steps_in_two_threads_are_not_repeated() -> None:
     model, x = net(reentrant=False), X.clone().requires_grad_()
     schedule = dropping(model)
-    loss = model(x).square().mean()
+    first = model(x).square().mean()
     schedule.step()
-    with pytest.raises(RuntimeError, match=r"outputs of 2 steps; call step\(\) after the backward"):
-        (loss + model(x).square().mean()).backward()
-    model(x).square().mean().backward()
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(model, x).result()
+    with pytest.raises(RuntimeError, match=r"in 2 threads; call step\(\) after all backwards"):
+        first.backward()
 
 
 def test_a_reentrant_checkpoint_around_the_model_drops_nothing() -> None:

@@ -5,18 +5,17 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd import Variable
 
 from te_transform.backends.fp8.scale_table import keep_scales
 from te_transform.backends.ranks import is_sharded, waits_for_all_gradients
-from te_transform.backends.tracing import in_backward, saving_hooks
+from te_transform.backends.tracing import in_backward
 from te_transform.execution.blocks import blocks
 from te_transform.execution.call_context import CallContext, ModuleCall
 from te_transform.execution.captured_graph import CapturedGraph
@@ -24,7 +23,7 @@ from te_transform.execution.classes import ModuleRole, Role
 from te_transform.execution.runner import Runner
 from te_transform.plan.model import CONVERTED
 from te_transform.training.block_calls import BlockCalls
-from te_transform.training.cut_batch import tensors
+from te_transform.training.forwards import TrainingForwards
 from te_transform.training.layered import Decision, LayerDraws, Layered, layered_plan
 
 LayerPolicy = Callable[[], LayerDraws]
@@ -50,7 +49,7 @@ class LayerCalls:
 
     def __init__(self, model: nn.Module, runner: Runner, policy: LayerPolicy):
         self.policy, self.block_calls = policy, BlockCalls()
-        self.repeated: list[Decision] = []  # of the forwards whose backward runs
+        self.forwards = TrainingForwards()
         self.runner = weakref.ref(runner)
         self.paths = {id(module): path for path, module in model.named_modules()}
         named = model.named_parameters(remove_duplicate=False)
@@ -63,50 +62,31 @@ class LayerCalls:
         """Return True if this step may leave a layer out."""
         return self.policy().is_on()
 
-    def decision(self) -> Decision:
+    def decision(self) -> Decision | None:
         """Return the decision for this forward, or in a backward that of the forward which is repeated.
 
-        Raises:
-            RuntimeError: a checkpoint repeats a forward, and its step is unknown.
+        None lets all layers run.
         """
-        if not in_backward():
-            self.repeated.clear()  # a backward that raised leaves its decision
-            return Decision(self.policy(), waits_for_all_gradients())
-        if len(self.repeated) != 1:
-            raise RuntimeError(
-                "expected a backward of one step, from outputs of the model, got a checkpoint that repeats a "
-                f"forward, and outputs of {len(self.repeated)} steps; call step() after the backward, and "
-                "compute the loss from what the model returns"
-            )
-        return self.repeated[0]
+        if in_backward():
+            return self.forwards.repeated()
+        return Decision(self.policy(), waits_for_all_gradients())
 
     @contextmanager
     def around(self, call: ModuleCall) -> Iterator[None]:
-        """Note the path of the called module if the call trains."""
-        token = _trained_layers.set(self._trained_path(call.role, call.module))
+        """Note the path of the called module if the call trains, and the decision of the forward."""
+        path = self._trained_path(call.role, call.module)
+        is_forward = path is not None and not in_backward()
+        token = _trained_layers.set(path)
         try:
-            yield
+            with self.forwards.noted_as(self.decision()) if is_forward else nullcontext():
+                yield
         finally:
             _trained_layers.reset(token)
 
     def learn(self, call: ModuleCall, out: Any) -> None:
-        """Learn the form of a block's output, or the backward of the model, from a training call."""
-        if self._trained_path(call.role, call.module) is None:
-            return
-        if call.is_block:
+        """Learn the form of a block's output from a training call."""
+        if call.is_block and self._trained_path(call.role, call.module) is not None:
             self.block_calls.learn(call.module, tuple(call.args), dict(call.kwargs), out)
-            return
-        decision = self.decision()
-        for _, tensor in tensors(out):
-            if tensor.grad_fn is not None:
-                tensor.grad_fn.register_prehook(partial(self._begin_backward, decision))
-
-    def _begin_backward(self, decision: Decision, _: Any) -> None:
-        """Note the decision of a forward until the end of its backward."""
-        if not self.repeated:
-            Variable._execution_engine.queue_callback(self.repeated.clear)
-        if decision not in self.repeated:
-            self.repeated.append(decision)
 
     def executor(self, graph: CapturedGraph) -> LayeredGraph:
         """Return the executor that runs a captured graph in layers."""
@@ -131,7 +111,8 @@ class LayerCalls:
         role, runner = vars(block).get(CONVERTED), self.runner()
         is_ours = role is not None and runner is not None and runner.extension is self
         path = self._trained_path(role, block) if is_ours and is_sharded(block) else None
-        is_dropped = path is not None and self.decision().draws.factor(path) is None
+        decision = None if path is None else self.decision()
+        is_dropped = decision is not None and decision.draws.factor(path) is None
         if is_dropped and (passed := self.block_calls.passed(block, args, kwargs)) is not None:
             if runner.precision is not None:
                 keep_scales(block.parameters())
@@ -141,15 +122,13 @@ class LayerCalls:
     def _trained_path(self, role: ModuleRole, module: nn.Module) -> str | None:
         """Return the path of a module that is called in training, else None.
 
-        A block in a call of the model trains if the model does: a reentrant checkpoint calls it without
-        gradients. A reentrant checkpoint around the model, the only one without hooks, drops nothing.
+        A block in a call of the model trains if the model does, and a repeated call if the forward did: a
+        reentrant checkpoint calls both without gradients.
         """
-        is_block = role.kind is Role.BLOCK
-        if is_block and _trained_layers.get() is not _NOT_IN_CALL:
+        if role.kind is Role.BLOCK and _trained_layers.get() is not _NOT_IN_CALL:
             is_trained = _trained_layers.get() is not None
         else:
-            is_whole = is_block or not in_backward() or saving_hooks()
-            is_trained = module.training and torch.is_grad_enabled() and is_whole
+            is_trained = module.training and (torch.is_grad_enabled() or in_backward())
         return self.paths.get(id(module)) if is_trained else None
 
 
@@ -172,7 +151,10 @@ class LayeredGraph:
         if call.is_observed:
             return _ALL_LAYERS_OBSERVED
         calls, path = self.calls(), _trained_layers.get()
-        if path is None or path is _NOT_IN_CALL or calls is None or not calls.decision().draws.is_on():
+        if path is None or path is _NOT_IN_CALL or calls is None:
+            return _WHOLE
+        decision = calls.decision()
+        if decision is None or not decision.draws.is_on():
             return _WHOLE
         return _NO_LAYERS if self._made() is None else None
 
