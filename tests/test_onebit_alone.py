@@ -276,6 +276,67 @@ def test_lamb_warms_up_as_the_paper_writes_it(weight_decay: float) -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
 
 
+def gradients(by_hand: nn.Module, seed: int) -> list[torch.Tensor]:
+    """The gradients of step(own, optimizer, seed)."""
+    x = torch.randn(4, 5, generator=torch.Generator().manual_seed(seed))
+    return list(torch.autograd.grad((by_hand(x) - x.sin()).square().mean(), [*by_hand.parameters()]))
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("weight_decay", [0.0, 0.3])
+def test_lamb_after_the_freeze_as_the_paper_writes_it(weight_decay: float) -> None:
+    """The factor follows the variance of the gradients that the momentum implies, arXiv 2104.06069."""
+    settings = {"lr": 0.01, "weight_decay": weight_decay}
+    own, by_hand = model(), model()
+    optimizer = OneBitLamb(own.parameters(), freeze_step=3, **settings)
+    warm = OneBitLamb(by_hand.parameters(), freeze_step=99, **settings)
+    for seed in range(3):
+        step(own, optimizer, seed)
+        step(by_hand, warm, seed)
+    states = [warm.state[p] for p in by_hand.parameters()]
+    coefficients = [state["coefficient"] / (1 - 0.9**3) for state in states]
+    sizes = [(state["exp_avg_sq"] / (1 - 0.999**3)).sqrt() + 1e-8 for state in states]
+    updates = [state["exp_avg"] / (1 - 0.9**3) / size for state, size in zip(states, sizes, strict=True)]
+    weights = [*by_hand.parameters()]
+    fresh, factors = [(size - 1e-8).square() for size in sizes], [1.0] * len(sizes)
+    for seed in range(3, 12):
+        step(own, optimizer, seed)
+        for i, gradient in enumerate(gradients(by_hand, seed)):
+            updates[i] = updates[i].lerp(gradient / sizes[i], 0.1)
+            fresh[i] = fresh[i].lerp(gradient.square(), 0.001)
+            update = updates[i] + weight_decay * weights[i].data
+            factor = (sizes[i] / (fresh[i].sqrt() + 1e-8)).max().item()
+            share = min(1.0, (updates[i].norm() / update.norm()).item())
+            factor = min(max(factor * share + 1 - share, 0.5), 4.0)
+            factors[i] = min(max(factor, 0.9 * factors[i]), 1.1 * factors[i])
+            weights[i].data -= 0.01 * coefficients[i] * factors[i] * update
+    for ours, theirs in zip(own.parameters(), by_hand.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.usefixtures("group")
+def test_zero_one_adam_updates_its_variance_at_intervals() -> None:
+    """The interval doubles after two updates of the variance, arXiv 2202.06009."""
+    own, by_hand = model(), model()
+    optimizer = ZeroOneAdam(own.parameters(), lr=0.01, var_freeze_step=12, var_update_scaler=2)
+    momenta, variances = ([torch.zeros_like(p) for p in by_hand.parameters()] for _ in range(2))
+    updates, weights = 0, [*by_hand.parameters()]
+    for taken in range(1, 17):
+        step(own, optimizer, taken)
+        is_update = taken in (1, 2, 4, 6, 8, 12)
+        updates += is_update
+        for i, gradient in enumerate(gradients(by_hand, taken)):
+            momenta[i] = momenta[i].lerp(gradient, 0.1)
+            if is_update:
+                variances[i] = variances[i].lerp(gradient.square(), 0.001)
+            size = (variances[i] / (1 - 0.999**updates)).sqrt() + 1e-8
+            update = momenta[i] / (1 - 0.9**taken) if taken <= 12 else momenta[i]
+            momenta[i] = update if taken == 12 else momenta[i]  # the freeze corrects the bias once
+            weights[i].data -= 0.01 * update / size
+    for ours, theirs in zip(own.parameters(), by_hand.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.usefixtures("group")
 def test_accelerators_move_a_state_before_the_first_step() -> None:
     own = model()
