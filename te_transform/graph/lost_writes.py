@@ -21,7 +21,7 @@ from te_transform.graph.dynamo_patches import IS_2_13, Patch, call_after, call_b
 def write_patches() -> Iterator[Patch]:
     """Yield the dynamo methods that trace writes, with their wrappers."""
     yield SideEffects, "store_attr", call_before(_check_owner)
-    yield builder.VariableBuilder, "wrap_listlike", _lists_in_tuples
+    yield builder.VariableBuilder, "_wrap", _lists_in_tuples  # dynamo caches wrap_listlike()
     if IS_2_13:
         yield user_defined.OrderedDictVariable, "call_method", call_after(_write_order)
     else:

@@ -22,7 +22,7 @@ from te_transform.graph.dynamo_patches import Patch, call_before, leave_to_user
 
 def numpy_patches() -> Iterator[Patch]:
     """Yield the dynamo methods that answer for numpy numbers, with their wrappers."""
-    yield VariableBuilder, "_wrap", call_before(_check_dimensions)  # numbers are arrays from here on
+    yield VariableBuilder, "_wrap", call_before(_check_dimensions)  # dynamo caches wrap_numpy_ndarray()
     yield BuiltinVariable, "call_function", call_before(_check_class)
     for name in ("is_hashable", "is_python_hashable"):  # of PyTorch 2.13, and of 2.11
         if hasattr(NumpyNdarrayVariable, name):
