@@ -77,6 +77,10 @@ def item_of_class(model: Model) -> float:
     return model.held.items[0]
 
 
+def by_closure(model: Model) -> float:
+    return model.held().total
+
+
 def replaced(model: Model) -> float:
     model.held = model.held._replace(one=model.held.one + 1)
     return model.held.one + 10 * model.held.other
@@ -90,6 +94,17 @@ def counting() -> Counts:
     return type("Counting", (Counts,), {"items": [1.0]})()
 
 
+def closing() -> type:
+    calls: list[float] = []
+
+    class Closes:
+        def __init__(self) -> None:
+            calls.append(1.0)
+            self.total = sum(calls)
+
+    return Closes
+
+
 @pytest.mark.parametrize(
     ("change", "held"),
     [
@@ -98,6 +113,7 @@ def counting() -> Counts:
         (by_setter, Counts),
         (of_class, counting),
         (item_of_class, counting),
+        (by_closure, closing),
         (replaced, functools.partial(Pair, 1.0, 2.0)),
     ],
     ids=lambda each: getattr(each, "__name__", "pair"),

@@ -309,6 +309,24 @@ def test_a_dict_whose_order_is_guarded_may_get_an_attribute(where: Callable[...,
     assert check(read, Config(width=8.0), set_late) == 2  # the graph before the change, and the one after
 
 
+class Empty(dict):
+    """A dict with an attribute."""
+
+    value = 1.0
+
+
+EMPTY = {
+    "an attribute": (lambda m, held, kwargs: held.value, lambda m: setattr(m.held, "value", 3.0)),
+    "a key": (lambda m, held, kwargs: 1.0 + len([*held]), put()),
+}
+
+
+@pytest.mark.parametrize("name", EMPTY)
+def test_an_empty_dict_with_attributes_may_change(name: str) -> None:
+    read, change = EMPTY[name]
+    check(read, Empty(), change)
+
+
 # Classes
 
 
@@ -415,6 +433,16 @@ SPECIAL = {  # what the forward asks by a special method that a class does not d
 def test_a_class_may_define_an_operator_later(name: str) -> None:
     read, method = SPECIAL[name]
     check(read, type("Plain", (), {})(), lambda model: setattr(type(model.held), name, method))
+
+
+@pytest.mark.parametrize("base", [set, frozenset, collections.OrderedDict, int, str])
+def test_a_class_of_values_may_define_its_truth(base: type) -> None:
+    kind = type("Own", (base,), {"__bool__": lambda self: self.is_true, "is_true": True})
+    check(
+        lambda m, held, kwargs: 1.0 if held else 2.0,
+        kind(),
+        lambda model: setattr(model.held, "is_true", False),
+    )
 
 
 def test_a_class_may_define_an_operator_in_place_of_another_attribute() -> None:
@@ -661,6 +689,69 @@ def test_a_number_may_become_one_of_another_type(name: str, other: Any) -> None:
     )
 
 
+# Names that functions look up
+
+
+def closing(values: list[float]) -> type:
+    class Closes:
+        def __call__(self) -> float:
+            return sum(values)
+
+    return Closes
+
+
+def test_a_method_of_a_new_object_reads_its_closure() -> None:
+    values = [1.0]
+    check(lambda m, held, kwargs: held()(), closing(values), lambda model: values.append(2.0))
+
+
+def test_a_variable_may_hide_a_builtin_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    def change(model: Model) -> None:
+        monkeypatch.setitem(globals(), "abs", lambda value: 3.0)
+
+    check(lambda m, held, kwargs: abs(1.0), None, change)
+
+
+def imports(model: Model, held: Any, kwargs: dict[str, Any]) -> float:
+    import a_module_of_the_users
+
+    return a_module_of_the_users.scale
+
+
+def test_an_import_may_find_another_module_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = PYTHON_MODULE.__name__
+
+    def found(scale: float) -> None:
+        module = types.ModuleType(name)
+        module.scale = scale
+        monkeypatch.setitem(sys.modules, name, module)
+
+    found(1.0)
+    check(imports, None, lambda model: found(3.0))
+
+
+# Tensors that autograd made
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda x: x.is_leaf,
+        lambda x: x.grad_fn is None,
+        lambda x: x._base is None,
+        lambda x: x.retains_grad,
+        lambda x: x.output_nr,
+    ],
+)
+def test_a_later_input_may_be_made_by_autograd(ask: Callable[[Tensor], Any]) -> None:
+    model = type("Reads", (nn.Module,), {"forward": lambda self, x: x * (1.0 + ask(x))})()
+    run = capture(type(model).forward, lambda graph, inputs: graph.forward)
+    made = torch.stack([X, X]).requires_grad_().unbind()[1]
+    made.retain_grad()
+    for x in (X, X.clone().requires_grad_(), made, X):
+        assert torch.equal(run(model, x), model(x))
+
+
 # Objects that are one, or two
 
 
@@ -757,7 +848,10 @@ def test_a_deque_drops_its_first_items() -> None:
     [
         (lambda model, x: x * (model.held[1].append(2.0) or sum(model.held[1])), (1, [1.0])),
         (lambda model, x: x * (model.held[0][1].append(2.0) or sum(model.held[0][1])), ((2, [1.0]),)),
-        (lambda model, x: x * (model.held[1].add(len(model.held[1]) + 1.0) or sum(model.held[1])), (1, {1.0})),
+        (
+            lambda model, x: x * (model.held[1].add(len(model.held[1]) + 1.0) or sum(model.held[1])),
+            (1, {1.0}),
+        ),
     ],
 )
 def test_a_list_or_set_in_a_tuple_keeps_what_is_added(forward: Callable[..., Tensor], held: tuple) -> None:

@@ -206,12 +206,14 @@ def code_of(captured: fx.GraphModule) -> Callable[..., Any]:
     return MethodType(type(captured).forward, module)
 
 
-# Loggers of dynamo for code that it does not capture. For inputs with wrong shapes, dynamo logs stack traces
-# of 5,000 lines before the error. For item() calls, it logs advice to change settings.
+# Loggers of dynamo for code that it does not capture, and for guards that it cannot build. For inputs with
+# wrong shapes, dynamo logs stack traces of 5,000 lines before the error. For item() calls, it logs advice to
+# change settings.
 _LOGGERS = (
     logging.getLogger("torch._dynamo.convert_frame"),
     logging.getLogger("torch._dynamo.variables.tensor"),
     logging.getLogger("torch._subclasses.fake_tensor"),
+    logging.getLogger("torch._guards"),
 )
 
 

@@ -9,6 +9,7 @@ import enum
 import gc
 import operator
 import sys
+from collections import OrderedDict
 from collections.abc import Callable
 from inspect import isfunction
 from types import FunctionType
@@ -22,6 +23,7 @@ from te_transform.graph.dynamo_patches import leave_to_user
 from te_transform.graph.lambda_guards import add_guard, notes_of_capture
 
 _MISSING = object()
+_TRUE_BY_VALUE = (set, frozenset, OrderedDict, int, float, complex, str, bytes)  # dynamo asks the base class
 _CODE_OF, _MRO_OF = operator.attrgetter("__code__"), operator.attrgetter("__mro__")
 _DEFAULTS_OF, _KEYWORDS_OF = operator.attrgetter("__defaults__"), operator.attrgetter("__kwdefaults__")
 
@@ -42,6 +44,16 @@ def check_construction(variable: Any, *_: Any, **__: Any) -> None:
     call = next(vars(base)["__call__"] for base in metaclass.__mro__ if "__call__" in vars(base))
     if isfunction(call) and not issubclass(metaclass, enum.EnumMeta):
         leave_to_user(f"dynamo does not call the __call__ that the metaclass of {kind.__name__} defines")
+
+
+def check_truth(_: Any, value: Any, *__: Any, **___: Any) -> None:
+    """Leave a set or a constant whose class defines `__bool__` to the user's own code.
+
+    Dynamo does not call the method.
+    """
+    found = getattr(type(value), "__bool__", None)
+    if isinstance(value, _TRUE_BY_VALUE) and isfunction(found) and found.__module__ != "enum":
+        leave_to_user(f"dynamo does not call the __bool__ that {type(value).__name__} defines")
 
 
 def _guard_definition(mro: tuple[type, ...], name: str) -> None:

@@ -28,7 +28,7 @@ from types import MemberDescriptorType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._dynamo import guards, utils, variables
 from torch._dynamo.exc import ObservedAttributeError, ObservedKeyError
 from torch._dynamo.side_effects import SideEffects
@@ -38,6 +38,7 @@ from torch._dynamo.variables import (
     ConstantVariable,
     DefaultDictVariable,
     SetVariable,
+    TensorVariable,
     builder,
     dicts,
     functions,
@@ -56,12 +57,15 @@ from torch._guards import Guard, Source, TracingContext
 
 from te_transform.graph.class_guards import (
     check_construction,
+    check_truth,
     classes_of,
     guard_class_attribute,
     guard_missing_name,
     guard_special_methods,
 )
-from te_transform.graph.dynamo_patches import IS_2_13, Patch, call_after, call_before, patched
+from te_transform.graph.dynamo_patches import IS_2_13, Patch, call_after, call_before, leave_to_user, patched
+from te_transform.graph.empty_dicts import empty_dict_patches
+from te_transform.graph.function_names import name_patches
 from te_transform.graph.identity_guards import guard_changed, guard_identity, note_tracked
 from te_transform.graph.lambda_guards import add_guard, description, guard_at_root
 from te_transform.graph.lost_writes import write_patches
@@ -69,6 +73,7 @@ from te_transform.graph.membership import compare_all_items
 from te_transform.graph.numpy_numbers import numpy_patches
 
 _COMPARED = frozenset((bool, int, float, complex, str, bytes, type(None)))  # keys that == compares
+_OF_AUTOGRAD = ("_backward_hooks", "_base", "_post_accumulate_grad_hooks", "output_nr", "retains_grad")
 Ask = Callable[[Any], Hashable]  # asks an object a question; answers are compared with ==
 
 # Dynamo folds calls of these functions too. Their answers depend only on the arguments or the hardware.
@@ -226,6 +231,10 @@ def _value_of_attribute(held: Any, key: str) -> Hashable:
     return getattr(held, key)
 
 
+def _is_leaf(held: Tensor) -> bool:
+    return held.is_leaf
+
+
 def _random_state(held: random.Random) -> Hashable:
     return held.getstate()
 
@@ -287,8 +296,8 @@ def _patches() -> Iterator[Patch]:
     yield from _identity_patches()
     for home in (lists, utils):
         yield home, "iter_contains", compare_all_items
-    yield from numpy_patches()
-    yield from write_patches()
+    for patches in (name_patches, numpy_patches, write_patches, empty_dict_patches):
+        yield from patches()
     yield SetVariable, "call_method", _set_method
     yield guards.GuardBuilder, "EQUALS_MATCH", call_after(_guard_numbers)
     yield guards.GuardBuilder, "EMPTY_NN_MODULE_HOOKS_DICT", _guard_no_hooks
@@ -304,6 +313,7 @@ def _class_patches() -> Iterator[Patch]:
     """Yield the methods that read a class or construct its objects."""
     yield UserDefinedClassVariable, "__init__", call_after(_guard_class)
     yield UserDefinedObjectVariable, "__init__", call_after(_guard_class)
+    yield UserDefinedObjectVariable, "__init__", call_after(check_truth)
     yield UserDefinedClassVariable, "call_function", call_before(check_construction)
 
 
@@ -341,11 +351,21 @@ def _attribute_lookup(own: Callable[..., Any]) -> Callable[..., Any]:
             raise
         if isinstance(self, UserDefinedVariable) and _has_users_class(self):
             guard_class_attribute(self.value, name)
+        if isinstance(self, TensorVariable) and self.source is not None:
+            _guard_autograd(self, name)
         if isinstance(self, UserDefinedClassVariable) and self.source and not IS_2_13:
             _guard_class_constant(AttrSource(self.source, name), found)
         return found
 
     return look_up
+
+
+def _guard_autograd(self: TensorVariable, name: str) -> None:
+    """Guard if autograd made a tensor. Leave what dynamo's copies of tensors lack to the user's own code."""
+    if name in ("is_leaf", "grad_fn"):
+        _guard(self, _is_leaf)
+    elif name in _OF_AUTOGRAD:
+        leave_to_user(f"it reads {name} of a tensor that it did not make, which dynamo does not copy")
 
 
 def _guard_class_constant(source: Source, found: VariableTracker) -> None:

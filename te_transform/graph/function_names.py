@@ -1,0 +1,74 @@
+"""Guards on the names that a function looks up outside of itself: closures, builtins and imported modules.
+
+Dynamo has no guard for these lookups:
+
+- the closure of a method of an object that the forward makes, where writes are lost as well
+- a builtin function that a global variable of the same name may hide later
+- a module that an import statement finds in `sys.modules`
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+from torch._dynamo.source import GlobalSource
+from torch._dynamo.symbolic_convert import InstructionTranslatorBase
+from torch._dynamo.variables import UserFunctionVariable, UserMethodVariable
+from torch._guards import Guard
+
+from te_transform.graph.dynamo_patches import Patch, call_before
+from te_transform.graph.lambda_guards import add_guard, notes_of_capture
+
+
+def name_patches() -> Iterator[Patch]:
+    """Yield the dynamo methods that look up names, with their wrappers."""
+    yield UserFunctionVariable, "bind_args", call_before(_name_function)
+    yield InstructionTranslatorBase, "load_builtin_from_argval", call_before(_note_builtin)
+    yield InstructionTranslatorBase, "import_source", call_before(_note_import)
+
+
+def _name_function(self: Any, tx: Any, *_: Any) -> None:
+    """Give a function without a source a global name, through which guards and writes reach its closure."""
+    if self.fn.__closure__ and self.get_source() is None:
+        self.source = GlobalSource(tx.output.install_global_by_id("__function", self.fn))
+        if isinstance(self, UserMethodVariable):
+            self.source_fn = self.source
+
+
+class _LookedUp:
+    """The builtins and modules that one capture looks up by name."""
+
+    def __init__(self) -> None:
+        self.builtins: defaultdict[int, set[str]] = defaultdict(set)  # by the id of a function's globals
+        self.globals: dict[int, dict[str, Any]] = {}
+        self.modules: dict[str, Any] = {}
+
+
+def _note_builtin(self: Any, name: str) -> None:
+    # PyTorch's own files hide no builtins
+    if not self.f_globals.get("__name__", "").startswith("torch."):
+        notes = notes_of_capture(_LookedUp, _find_the_same)
+        notes.globals[id(self.f_globals)] = self.f_globals
+        notes.builtins[id(self.f_globals)].add(name)
+
+
+def _note_import(self: Any, name: str) -> None:
+    if self.current_instruction.opname == "IMPORT_NAME":
+        notes_of_capture(_LookedUp, _find_the_same).modules[name] = sys.modules[name]
+
+
+def _find_the_same(builder: Any, guard: Guard, notes: _LookedUp) -> None:
+    """Build the guard after all names were looked up."""
+    looked_up = [(notes.globals[key].keys(), names) for key, names in notes.builtins.items()]
+    imported = list(notes.modules.items())
+
+    def is_same(_: Any) -> bool:
+        if not all(variables.isdisjoint(names) for variables, names in looked_up):
+            return False
+        return all(sys.modules.get(name) is module for name, module in imported)
+
+    told = f"no global variable hides a builtin, and {sorted(notes.modules)} are the same modules"
+    add_guard(builder.guard_manager.root, guard, is_same, told)
