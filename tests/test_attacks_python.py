@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.attacks import Block, Pair
+from tests.attacks import Block, Pair, differ
 from tests.models.tiny import WIDTH
 from tests.reading import ABSENT, Options, reads
 
@@ -226,3 +226,14 @@ def test_a_forward_may_be_any_descriptor(kind: type[nn.Module]) -> None:
     for model in pair.models:
         model.eval()
     pair.agree()
+
+
+@pytest.mark.parametrize("late", [("__defaults__", (3.0,)), ("__kwdefaults__", {"other": 3.0})])
+def test_a_forward_may_have_other_defaults_later(late: tuple[str, Any]) -> None:
+    def forward(self: Block, x: Tensor, scale: float = 1.0, *, other: float = 1.0) -> Tensor:
+        return self.mlp(self.norm(x)) * scale * other
+
+    pair = Pair.of(type("Scales", (Block,), {"forward": forward}))
+    before = pair.agree()
+    setattr(forward, *late)
+    assert differ(before, pair.agree())

@@ -77,7 +77,7 @@ def item_of_class(model: Model) -> float:
     return model.held.items[0]
 
 
-def by_closure(model: Model) -> float:
+def made(model: Model) -> float:
     return model.held().total
 
 
@@ -105,6 +105,15 @@ def closing() -> type:
     return Closes
 
 
+def with_default() -> type:
+    class Appends:
+        def __init__(self, calls: list[float] = []) -> None:  # noqa: B006
+            calls.append(1.0)
+            self.total = sum(calls)
+
+    return Appends
+
+
 @pytest.mark.parametrize(
     ("change", "held"),
     [
@@ -113,7 +122,8 @@ def closing() -> type:
         (by_setter, Counts),
         (of_class, counting),
         (item_of_class, counting),
-        (by_closure, closing),
+        (made, closing),
+        (made, with_default),
         (replaced, functools.partial(Pair, 1.0, 2.0)),
     ],
     ids=lambda each: getattr(each, "__name__", "pair"),

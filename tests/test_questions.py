@@ -507,7 +507,23 @@ def test_a_method_may_have_other_code_later(monkeypatch: pytest.MonkeyPatch) -> 
     check(lambda m, held, kwargs: held.method(), Derived(), change)
 
 
-@pytest.mark.parametrize("late", [("__defaults__", (5.0,)), ("__kwdefaults__", {"other": 5.0})])
+DEFAULTS = pytest.mark.parametrize("late", [("__defaults__", (5.0,)), ("__kwdefaults__", {"other": 5.0})])
+
+
+@DEFAULTS
+def test_a_base_class_may_have_other_defaults_later(late: tuple[str, Any]) -> None:
+    class Base:
+        def __init__(self, value: float = 1.0, *, other: float = 1.0):
+            self.value = value + other
+
+    class Heir(Base):
+        def __init__(self) -> None:
+            super().__init__()
+
+    check(lambda m, held, kwargs: Heir().value, None, lambda model: setattr(Base.__init__, *late))
+
+
+@DEFAULTS
 @pytest.mark.parametrize("name", ["__init__", "scale"])
 def test_a_method_may_have_other_defaults_later(name: str, late: tuple[str, Any]) -> None:
     def method(self: Any, value: float = 1.0, *, other: float = 1.0) -> float | None:

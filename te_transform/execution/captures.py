@@ -9,6 +9,7 @@ from torch import nn
 
 from te_transform.execution.captured_graph import CapturedGraph
 from te_transform.execution.classes import user_class
+from te_transform.graph.content import are_the_same
 from te_transform.plan.match import Site
 
 Capture = Callable[..., Any]
@@ -51,15 +52,16 @@ class Captures:
 
     def forget_replaced(self) -> None:
         """Discard all captured forwards if a method on the path of the modules' calls was replaced."""
-        if any(_methods_called(kind) != methods for kind, methods in self.methods.items()):
+        if not all(are_the_same(_methods_called(kind), known) for kind, known in self.methods.items()):
             self.runs.clear()
             self.methods.clear()
 
 
 def _methods_called(kind: type) -> tuple[Any, ...]:
-    """Return the methods on the path of a class's calls.
+    """Return the methods on the path of a class's calls, with the code and the defaults of its forward.
 
     A descriptor may return another forward at each access; such a forward is ignored.
     """
     forward = kind.forward if kind.forward is kind.forward else None
-    return kind.__call__, kind._call_impl, forward
+    parts = (getattr(forward, name, None) for name in ("__code__", "__defaults__", "__kwdefaults__"))
+    return kind.__call__, kind._call_impl, forward, *parts

@@ -1,8 +1,9 @@
-"""Guards on the names that a function looks up outside of itself: closures, builtins and imported modules.
+"""Guards on the names that a function looks up outside of itself: closures, builtins, imported modules.
 
 Dynamo has no guard for these lookups:
 
-- the closure of a method of an object that the forward makes, where writes are lost as well
+- the closure and the default arguments of a method of an object that the forward makes, where writes are lost
+  as well
 - a builtin function that a global variable of the same name may hide later
 - a module that an import statement finds in `sys.modules`
 """
@@ -31,11 +32,18 @@ def name_patches() -> Iterator[Patch]:
 
 
 def _name_function(self: Any, tx: Any, *_: Any) -> None:
-    """Give a function without a source a global name, through which guards and writes reach its closure."""
-    if self.fn.__closure__ and self.get_source() is None:
-        self.source = GlobalSource(tx.output.install_global_by_id("__function", self.fn))
+    """Give a function without a source a global name, by which guards and writes reach what it holds."""
+    function = self.fn
+    holds_values = function.__closure__ or function.__defaults__ or function.__kwdefaults__
+    if holds_values and self.get_source() is None and not _is_torch_module(function.__module__):
+        self.source = GlobalSource(tx.output.install_global_by_id("__function", function))
         if isinstance(self, UserMethodVariable):
             self.source_fn = self.source
+
+
+def _is_torch_module(module: str | None) -> bool:
+    """Return True for the modules of PyTorch, which hide no builtins and keep no values in functions."""
+    return (module or "").startswith("torch.")
 
 
 class _LookedUp:
@@ -48,8 +56,7 @@ class _LookedUp:
 
 
 def _note_builtin(self: Any, name: str) -> None:
-    # PyTorch's own files hide no builtins
-    if not self.f_globals.get("__name__", "").startswith("torch."):
+    if not _is_torch_module(self.f_globals.get("__name__")):
         notes = notes_of_capture(_LookedUp, _find_the_same)
         notes.globals[id(self.f_globals)] = self.f_globals
         notes.builtins[id(self.f_globals)].add(name)
