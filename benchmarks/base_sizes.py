@@ -1,10 +1,11 @@
-"""What convert(model) alone does to published models of base size, whose calls are short: bf16, on a GPU.
+"""Measure convert(model) without options on published models of base size, in bf16, on a GPU.
 
     python benchmarks/base_sizes.py [NAME ...] [--json PATH]
 
-8 sequences of 128 tokens, or 8 images of 224 x 224: a training step without optimizer, and a forward without
-gradients. Milliseconds in a row, by turns in one process; the first of each turn does not count. "runs" is
-what calls of that kind have settled on, see te_transform/execution/trials.py. Nothing is asserted.
+Inputs are 8 sequences of 128 tokens, or 8 images of 224 x 224. The calls are a training step without an
+optimizer, and a forward without gradients. Original and converted model take turns in one process. Times
+are milliseconds of consecutive steps; the first step of each turn is dropped. The column "runs" has the code
+that te_transform/execution/trials.py chose for the call. Nothing is asserted.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import measure
 import torch
 import transformer_engine.pytorch  # noqa: F401  before PyTorch loads a cuDNN of its own
 import transformers as hf
+from command_line import output_file
 from grid import step_of
 from rich.console import Console
 from rich.table import Table
@@ -42,7 +44,7 @@ DISENTANGLED = {
     "share_att_key": True,
 }  # fmt: skip
 NO_DROPOUT = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-# the classes' common name, what the model is for, and what its config is told
+# the common prefix of the classes, the task, and the arguments of the config
 MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "BERT": ("Bert", "MaskedLM", OFF),
     "RoBERTa": ("Roberta", "MaskedLM", OFF),
@@ -68,8 +70,8 @@ HEADS = {"GPT2": "GPT2LMHeadModel"}
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("names", nargs="*", choices=[*MODELS, []], help="of models; all if none is given")
-    parser.add_argument("--json", default="", help="write the rows to this file too")
+    parser.add_argument("names", nargs="*", choices=[*MODELS, []], help="names of models (default: all)")
+    parser.add_argument("--json", type=output_file, help="also write the rows to this file")
     asked = parser.parse_args()
     table = Table(title=f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
     for column in ("model", "call", "original, ms", "converted", "ratio", "runs"):

@@ -1,8 +1,9 @@
-"""Head and loss as a whole and a part of the vocabulary at a time: time and memory of a step on a GPU.
+"""Compare a whole head and loss with chunked_loss=True: time and memory of a step on a GPU.
 
     python benchmarks/chunked_loss.py [--layers 4] [--vocabulary 32000 128256]
 
-A Llama of the 8B shape, 2 x 4096 tokens, bf16 on TE; medians by turns in one process. Nothing is asserted.
+The model is a Llama of the 8B shape with 2 x 4096 tokens, in bf16, on TE. Contenders take turns in one
+process, and times are medians. Nothing is asserted.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent))  # for the models, which are the tests'
+sys.path.insert(0, str(Path(__file__).parent.parent))  # to import the models of the tests
 
 import torch
+from command_line import positive
 from rich.console import Console
 from rich.table import Table
 from transformers import LlamaForCausalLM
@@ -30,8 +32,8 @@ ROUNDS = 9
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--vocabulary", type=int, nargs="+", default=[32000, 128256])
+    parser.add_argument("--layers", type=positive, default=4)
+    parser.add_argument("--vocabulary", type=positive, nargs="+", default=[32000, 128256])
     asked = parser.parse_args()
     table = Table(title=f"{asked.layers} layers, {torch.cuda.get_device_name()}")
     for column in ("vocabulary", "", "ms", "peak beside weights, MiB"):
@@ -43,7 +45,7 @@ def main() -> None:
 
 
 def measured(layers: int, words: int) -> list[tuple[str, ...]]:
-    """The ways, each with its time and memory; all have the same weights."""
+    """Return the name, time and memory of each contender. All have the same weights."""
     ids = torch.randint(words, (2, 4096), device="cuda")
     torch.set_default_dtype(torch.bfloat16)
     with torch.device("cuda"):

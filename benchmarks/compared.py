@@ -1,5 +1,7 @@
-"""A converted model against the original, by turns in one process, on a GPU: what families.py, mixtures.py
-and masks.py share."""
+"""Compare converted models with their originals on a GPU, for families.py, mixtures.py and masks.py.
+
+The two models take turns in one process.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +18,7 @@ import measure
 import torch
 import transformer_engine.pytorch  # noqa: F401  before PyTorch loads a cuDNN of its own
 import transformers
+from command_line import output_file
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
@@ -32,27 +35,27 @@ COLUMNS = (
 
 
 def parser(about: str, models: Collection[str]) -> argparse.ArgumentParser:
-    """What all of them can be asked: names of models, seconds for each line, and a file for the rows."""
+    """Return the parser of the common options: names of models, seconds for each line, and an output file."""
     made = argparse.ArgumentParser(description=about.partition("\n")[0])
-    made.add_argument("names", nargs="*", choices=[*models, []], help="of models; all if none is given")
-    made.add_argument("--seconds", type=float, default=2.0, help="for each line")
-    made.add_argument("--json", default="", help="write the rows to this file too")
+    made.add_argument("names", nargs="*", choices=[*models, []], help="names of models (default: all)")
+    made.add_argument("--seconds", type=float, default=2.0, help="seconds for each line")
+    made.add_argument("--json", type=output_file, help="also write the rows to this file")
     return made
 
 
 def in_one_way(
     about: str, models: Collection[str], build: Callable[[str], tuple[nn.Module, dict[str, Tensor]]]
 ) -> None:
-    """Measure and print, both compiled if that is asked for."""
+    """Measure and print; with --compile, compile both models."""
     options = parser(about, models)
-    options.add_argument("--compile", action="store_true", help="both, the original by torch.compile")
+    options.add_argument("--compile", action="store_true", help="compile both models")
     asked = options.parse_args()
     ways = {"compiled": {"compile": True}} if asked.compile else {"as it is": {}}
     show(rows(asked.names or models, build, ways, asked.seconds), asked.json)
 
 
-def show(found: Iterable[dict[str, Any]], path: str) -> None:
-    """Print each row when it is there, as JSON to stderr, and all as a table; write them to a file."""
+def show(found: Iterable[dict[str, Any]], path: str | None) -> None:
+    """Print each row as JSON to stderr once it is measured, then all as a table. Write the rows to a file."""
     table = Table(*COLUMNS, title=f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
     kept = []
     for row in found:
@@ -74,8 +77,10 @@ def rows(
     ways: dict[str, dict[str, Any]],
     seconds: float,
 ) -> Iterator[dict[str, Any]]:
-    """Of each model in each way, by the options of its conversion; compiled, the original is by
-    torch.compile."""
+    """Yield the rows of each model, for each set of conversion options.
+
+    If the options compile the conversion, torch.compile compiles the original.
+    """
     for name in names:
         torch._dynamo.reset()
         model, batch = build(name)
@@ -89,8 +94,10 @@ def rows(
 def _compared(
     original: nn.Module, converted: nn.Module, batch: dict[str, Tensor], seconds: float
 ) -> Iterator[dict[str, Any]]:
-    """A training step and a forward of both, with the milliseconds of their kernels and what each takes of
-    the GPU's memory beside the model, in MiB."""
+    """Yield the rows of a training step and of a forward.
+
+    Each row has the time of the kernels in milliseconds, and the peak memory beside the model in MiB.
+    """
     for what, call, training in (("training", step, True), ("forward", forward, False)):
         calls = [partial(call, each.train(training), batch) for each in (original, converted)]
         row = {"call": what} | asdict(measure.interleaved(*calls, seconds=seconds))
@@ -98,20 +105,20 @@ def _compared(
 
 
 def built(kind: str, config: str, told: dict[str, Any]) -> nn.Module:
-    """A model of transformers of random weights, in bf16 on the GPU."""
+    """Return a transformers model with random weights, in bf16, on the GPU."""
     torch.manual_seed(0)
     return getattr(transformers, kind)(getattr(transformers, config)(**told)).to("cuda", torch.bfloat16)
 
 
 def step(model: nn.Module, batch: dict[str, Tensor]) -> None:
-    """A training step without optimizer."""
+    """Run a training step without an optimizer."""
     model(**batch).loss.backward()
     model.zero_grad()
     torch.cuda.synchronize()
 
 
 def forward(model: nn.Module, batch: dict[str, Tensor]) -> None:
-    """A forward without gradients."""
+    """Run a forward without gradients."""
     with torch.no_grad():
         model(**batch)
     torch.cuda.synchronize()

@@ -1,14 +1,15 @@
-"""Compiled models: a Hugging Face Llama by convert(..., compile=...) against torch.compile of the original,
-training steps in bf16 or FP8, on a Hopper GPU.
+"""Compare convert(..., compile=...) with torch.compile of the original: training steps on a Hopper GPU.
 
     python benchmarks/compile_speed.py [--only 768 8B] [--modes graphs] [--recipe fp8-delayed] [--autocast]
                                        [--masked] [--seconds 3.0] [--json PATH]
 
-Each line compares the two in one process, by turns, and gives the median ratio of neighbors with its
-quartiles; each step is waited for, and beside it stands what one takes of several in a row. The original
-runs in bf16, with the function patched that makes transformers' mask, to make none, which is the best that
-others do; with --masked in another line as it is, with the mask that it makes of numbers while it is traced.
-With --autocast the weights of both are in float32, under torch.autocast in bf16. Nothing is asserted.
+The model is transformers' Llama, in bf16 or FP8. Both models take turns in one process. Each line has the
+median ratio of neighboring steps, with quartiles. The GPU is waited for after each step. Each line also has
+the time of a step if several run without waiting.
+
+The original runs in bf16. Its mask function is patched to create no mask, which makes the original fastest.
+--masked adds a line without the patch, in which the mask is computed during tracing. With --autocast, the
+weights of both models are in float32, under torch.autocast in bf16. Nothing is asserted.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from unittest.mock import patch
 import measure
 import torch
 import transformer_engine.pytorch  # noqa: F401  before PyTorch loads a cuDNN of its own
+from command_line import output_file
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
@@ -44,7 +46,7 @@ SHAPES = {
     "2048": (12, 2048, 5632, 16, 16, 2, 2048),
     "8B": (8, 4096, 14336, 32, 8, 2, 4096),
 }
-# how each is converted; "graphs" is compared with the original's reduce-overhead
+# the options of convert(); "graphs" is compared with the original in "reduce-overhead"
 MODES = {
     "default": {"compile": True},
     "reduce-overhead": {"compile": "reduce-overhead"},
@@ -56,12 +58,12 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("--only", nargs="+", default=[*SHAPES], choices=SHAPES, help="widths")
-    parser.add_argument("--modes", nargs="+", default=[*MODES], choices=MODES, help="of converting")
-    parser.add_argument("--recipe", default=None, help="of the conversion")
-    parser.add_argument("--autocast", action="store_true", help="of weights in float32")
-    parser.add_argument("--masked", action="store_true", help="compare with the original as it is, too")
-    parser.add_argument("--seconds", type=float, default=3.0, help="for each line")
-    parser.add_argument("--json", default="", help="write the rows to this file too")
+    parser.add_argument("--modes", nargs="+", default=[*MODES], choices=MODES, help="options of convert()")
+    parser.add_argument("--recipe", default=None, help="recipe of the conversion")
+    parser.add_argument("--autocast", action="store_true", help="float32 weights under torch.autocast")
+    parser.add_argument("--masked", action="store_true", help="also compare without the patch")
+    parser.add_argument("--seconds", type=float, default=3.0, help="seconds for each line")
+    parser.add_argument("--json", type=output_file, help="also write the rows to this file")
     asked = parser.parse_args()
     rows = []
     for name in asked.only:
@@ -88,7 +90,7 @@ def _row(
         _step(original, ids, contextlib.nullcontext if masked else _no_mask, autocast),
         _step(converted, ids, contextlib.nullcontext, autocast),
     ]
-    # delayed scaling takes its scales from the first, which runs uncompiled; then CUDA graphs are recorded
+    # the first call finds the scales and runs uncompiled; later calls record CUDA graphs
     for call in calls * 4:
         call()
     ratio = measure.interleaved(*calls, seconds=seconds)
@@ -140,7 +142,7 @@ def _step(model: nn.Module, ids: Tensor, around: Callable[[], Any], autocast: bo
 
 
 def _peak(step: Callable[[], None]) -> int:
-    """Of a step, above what is there before it: the weights of both models are."""
+    """Return the peak memory of a step, beside the weights of both models."""
     step()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()

@@ -1,12 +1,12 @@
-"""300 steps of a GPT on real text: the original in bf16 against converted ones, in bf16 and in each FP8
-recipe.
+"""Compare the losses of a GPT on real text: the original in bf16, and converted in bf16 and in each recipe.
 
     python benchmarks/convergence.py [--steps 300] [--json losses.json] [--plot docs/loss_curves.svg]
     python benchmarks/convergence.py --read losses.json --plot docs/loss_curves.svg
 
-nanoGPT, 6 layers of width 512, on the bytes of the Python standard library's sources; every run starts
-from the same weights and sees the same batches. The model is too small to gain from TE: its modules run
-in TE's kernels all the same. Prints the mean loss over each fifth of the steps; nothing is asserted.
+The model is nanoGPT with 6 layers of width 512. The text is the bytes of the Python standard library's
+sources. All runs start from the same weights and see the same batches. The model is too small to gain from
+TE, but its modules run in TE's kernels. The script prints the mean loss over each fifth of the steps. Nothing
+is asserted.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent.parent))  # for the model, which is the tests'
+sys.path.insert(0, str(Path(__file__).parent.parent))  # to import the model of the tests
 
 import torch
+from command_line import json_file, output_file, positive
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
@@ -46,17 +47,17 @@ RUNS: dict[str, dict[str, Any] | None] = {
 def main() -> None:
     """Train, print, and draw."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--only", default="", help="runs with one of these, by commas, in their name")
-    parser.add_argument("--json", default="", help="write the losses to this file")
-    parser.add_argument("--plot", default="", help="draw the curves into this file (needs matplotlib)")
-    parser.add_argument("--read", default="", help="draw the losses in this file, train nothing")
+    parser.add_argument("--steps", type=positive, default=300)
+    parser.add_argument("--only", default="", help="comma-separated parts of the names of runs")
+    parser.add_argument("--json", type=output_file, help="write the losses to this file")
+    parser.add_argument("--plot", type=output_file, help="draw into this file (needs matplotlib)")
+    parser.add_argument("--read", type=json_file, help="draw the losses in this file, train nothing")
     asked = parser.parse_args()
-    losses = json.loads(Path(asked.read).read_text()) if asked.read else {}
+    losses = asked.read or {}
     chosen = {name: way for name, way in RUNS.items() if any(word in name for word in asked.only.split(","))}
     for name, found in () if asked.read else measured(chosen, asked.steps):
         losses[name] = found
-        if asked.json:  # after each run: an interrupted one has cost nothing
+        if asked.json:  # after each run, to keep the runs of an interrupted script
             Path(asked.json).write_text(json.dumps(losses))
     Console(width=130).print(_table(losses))
     if asked.plot:
@@ -64,7 +65,7 @@ def main() -> None:
 
 
 def measured(chosen: dict[str, dict[str, Any] | None], steps: int) -> Iterator[tuple[str, list[float]]]:
-    """Train, on a GPU with TE: the losses of each run, by its name."""
+    """Yield the name and the losses of each run, trained on a GPU with TE."""
     import transformer_engine.pytorch  # noqa: F401  before PyTorch has loaded a cuDNN of its own
 
     torch.manual_seed(0)
@@ -77,7 +78,7 @@ def measured(chosen: dict[str, dict[str, Any] | None], steps: int) -> Iterator[t
 
 
 def standard_library() -> Tensor:
-    """The bytes of Python's own sources, in the order of their names."""
+    """Return the bytes of Python's own sources, in the order of their names."""
     files = sorted(Path(os.__file__).parent.glob("*.py"))
     return torch.frombuffer(
         bytearray(b"".join(file.read_bytes() for file in files)), dtype=torch.uint8
@@ -85,7 +86,11 @@ def standard_library() -> Tensor:
 
 
 def trained(model: nn.Module, options: dict[str, Any] | None, text: Tensor, steps: int) -> list[float]:
-    """The loss at each step; `options` are those of convert(), None trains the original."""
+    """Return the loss at each step.
+
+    Args:
+        options: the options of convert(), or None to train the original.
+    """
     run = copy.deepcopy(model).train()
     if options is not None:
         idx, targets = batch(text, step=0)
@@ -105,7 +110,7 @@ def trained(model: nn.Module, options: dict[str, Any] | None, text: Tensor, step
 
 
 def batch(text: Tensor, step: int) -> tuple[Tensor, Tensor]:
-    """Token ids and the next ones, [BATCH, LENGTH]."""
+    """Return token ids and the next tokens, [BATCH, LENGTH]."""
     generator = torch.Generator().manual_seed(step)
     starts = torch.randint(len(text) - LENGTH - 1, (BATCH,), generator=generator)
     rows = torch.stack([text[start : start + LENGTH + 1] for start in starts]).cuda()
@@ -113,7 +118,7 @@ def batch(text: Tensor, step: int) -> tuple[Tensor, Tensor]:
 
 
 def draw(losses: dict[str, list[float]], path: str) -> None:
-    """The curves, and below them how far each is from the first, both smoothed over 10 steps."""
+    """Draw the curves, and below them their differences from the first. Both are smoothed over 10 steps."""
     import matplotlib.pyplot as plt
 
     figure, (curves, apart) = plt.subplots(2, 1, figsize=(8, 7), sharex=True, height_ratios=(2, 1))

@@ -1,10 +1,10 @@
-"""What te_transform costs: converting and, once converted, every call.
+"""Measure the cost of te_transform: a conversion, and each call of a converted model.
 
     python benchmarks/convert_speed.py [--layers 24] [--only converting running] [--json]
 
-Plain PyTorch on the CPU; each measurement has a process of its own, one at a time. Nothing is asserted.
-The last column tells how many cores others kept busy meanwhile: above a few tenths of one, times mean little.
-The full stack of 24 layers takes 12 GB.
+The backend is plain PyTorch, on the CPU. Each measurement runs alone, in a process of its own. Nothing is
+asserted. The last column has the number of cores that other programs kept busy. Above a few tenths of a
+core, the times mean little. The stack of 24 layers takes 12 GB.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent.parent))  # for the models, which are the tests'
+sys.path.insert(0, str(Path(__file__).parent.parent))  # to import the models of the tests
 
 import measure
 import torch
+from command_line import positive
 from models import SUBJECTS, VOCAB, llama, loss
 from rich.console import Console
 from rich.table import Table
@@ -41,12 +42,12 @@ STAGES = {
     "reported": "the report",
 }
 MEASURED = ("converting", "running")
-RUNS = 3  # of each measurement of converting; the fastest counts: what disturbs a run makes it slower
+RUNS = 3  # runs per conversion; the fastest counts, because disturbances only slow a run down
 
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table; `data` is what --json adds to it."""
+    """A line of the table; --json also prints `data`."""
 
     what: str
     result: str
@@ -58,12 +59,12 @@ class Row:
 
 
 def conversion(layers: int) -> dict[str, Any]:
-    """Convert a stack of `layers` Llama layers in place: seconds, by stage, and memory in layers."""
+    """Convert a stack of `layers` Llama layers in place. Return seconds by stage, and memory in layers."""
     model, ids = llama(layers), torch.randint(VOCAB, (2, 8))
     layer = sum(p.nbytes for p in model.model.layers[0].parameters())
     _touch(2 * layer)
     gc.collect()
-    gc.disable()  # as timeit does: one full collection, in some runs and not in others, takes 0.2 s
+    gc.disable()  # as timeit does: a full collection takes 0.2 s, in some runs only
     with (
         measure.memory() as used,
         measure.stopwatch(import_module("te_transform.convert"), tuple(STAGES)) as stages,
@@ -77,8 +78,7 @@ def conversion(layers: int) -> dict[str, Any]:
 
 
 def joining(layers: int) -> dict[str, float]:
-    """Seconds that copying the joined weights takes, q, k, v and gate, up of each layer: what converting
-    cannot do without."""
+    """Return the seconds to copy the joined weights of each layer, which every conversion needs."""
     model = llama(layers)
     _touch(2 * sum(p.nbytes for p in model.model.layers[0].parameters()))
     start = time.perf_counter()
@@ -98,13 +98,15 @@ def joining(layers: int) -> dict[str, float]:
 
 
 def _touch(size: int) -> None:
-    """Have the machine back `size` bytes of memory before anything is timed: a virtual machine that never
-    used a page takes several times as long for its first."""
+    """Write to `size` bytes of memory before the measurement.
+
+    In a virtual machine, the first access to a page takes several times as long.
+    """
     torch.ones(size, dtype=torch.uint8)
 
 
 def eager_forward(layers: int) -> dict[str, float]:
-    """Seconds of the forward that a conversion records, alone; it is the process's first, as there."""
+    """Return the seconds of the forward that a conversion captures: the first of its process."""
     model, ids = llama(layers).train(), torch.randint(VOCAB, (2, 8))
     with torch.no_grad():
         start = time.perf_counter()
@@ -113,7 +115,7 @@ def eager_forward(layers: int) -> dict[str, float]:
 
 
 def running(subject: int, compiled: bool, backward: bool) -> dict[str, Any]:
-    """Converted over original: forward in eval mode without gradients, or both ways in train mode."""
+    """Compare a forward in eval mode without gradients, or a forward and backward in train mode."""
     torch.set_num_threads(SUBJECTS[subject].threads or torch.get_num_threads())
     model, kwargs = SUBJECTS[subject].build()
     converted = te_transform.convert(model, kwargs, backend="torch", verify=False, compile=compiled)
@@ -142,7 +144,7 @@ def main() -> None:
     """Measure and print."""
     summary, _, rest = __doc__.partition("\n")
     parser = argparse.ArgumentParser(description=summary, epilog=rest)
-    parser.add_argument("--layers", type=int, default=24, help="of the largest stack (24 take 12 GB)")
+    parser.add_argument("--layers", type=positive, default=24, help="of the largest stack (24 take 12 GB)")
     parser.add_argument("--json", action="store_true", help="print the rows as JSON")
     parser.add_argument("--only", choices=MEASURED, nargs="+", default=MEASURED, help="what to measure")
     asked = parser.parse_args()
@@ -181,7 +183,7 @@ def _fastest(function: Callable[[int], dict[str, Any]], layers: int, key: str) -
 
 
 def _added(done: list[dict[str, Any]], seconds: list[float]) -> list[float]:
-    """Seconds for each layer more, from one stack to the next."""
+    """Return the seconds for each additional layer, from one stack to the next."""
     pairs = pairwise(zip((found["layers"] for found in done), seconds, strict=True))
     return [(b - a) / (more - less) for (less, a), (more, b) in pairs]
 
@@ -200,7 +202,7 @@ def _ratio(what: str, found: dict[str, Any]) -> Row:
 
 
 def _alone(function: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]:
-    """What function(*args) finds in a new process, with its own memory, caches and first calls."""
+    """Return the result of function(*args) in a new process, with its own memory and caches."""
     print(f"{function.__name__}{args}", file=sys.stderr)
     spawn = multiprocessing.get_context("spawn")
     with measure.load() as load, ProcessPoolExecutor(1, mp_context=spawn) as process:

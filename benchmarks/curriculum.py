@@ -1,13 +1,19 @@
-"""The sequence-length curriculum: what it costs per step, and what it does for loss and stability.
+"""Measure the sequence-length curriculum: its cost per step, and its effect on loss and stability.
 
     python benchmarks/curriculum.py [--steps 1000] [--json curriculum.json] [--plot docs/curriculum.svg]
     python benchmarks/curriculum.py --read curriculum.json --plot docs/curriculum.svg
     python benchmarks/curriculum.py --steps 30 --batch 4 --length 128 --layers 2 --width 64  # on a CPU
 
-The GPT-2 and the text of examples/train_gpt.py, with the same budget of tokens for each run, at the usual
-learning rate and at four times that. A loss ratio is a step's loss over the lowest before it. The norms are
-those of sqrt(v), Adam's second moments, over all parameters; r is Pearson's correlation of loss ratio and
-norm, over the steps (arXiv 2108.06084, section 3). Nothing is asserted.
+The model and the text are those of examples/train_gpt.py. Each run has the same budget of tokens. Runs use
+the usual learning rate, and four times the usual learning rate.
+
+| column | meaning |
+| --- | --- |
+| loss ratio | the loss of a step over the lowest loss before it |
+| norms | of sqrt(v) over all parameters, where v are Adam's second moments |
+| r | Pearson's correlation of loss ratio and norm over the steps (arXiv 2108.06084, section 3) |
+
+Nothing is asserted.
 """
 
 from __future__ import annotations
@@ -23,10 +29,11 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))  # for the model and the text
+sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))  # to import the model and the text
 
 import torch
 import torch.distributed as dist
+from command_line import json_file
 from loss_plot import draw
 from measure import interleaved
 from rich.console import Console
@@ -38,25 +45,27 @@ from transformers.utils import logging
 
 from te_transform import training
 
-EVERY = 5  # steps from one reading of the norms to the next
+EVERY = 5  # steps between two readings of the norms
 SPIKE = 1.2  # the loss ratio from which a step counts as a spike
 
 
 def main() -> None:
-    """Measure the cost, train, print, write and draw."""
+    """Measure the cost and train, or read the runs; then print, write and draw."""
     logging.set_verbosity_error()
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--skip-training", action="store_true")
+    parser.add_argument("--read", type=json_file)
+    parser.add_argument("--read", type=json_file)
     ours, sys.argv[1:] = parser.parse_known_args()
     asked = arguments_of_example()
     console = Console(width=130)
-    runs: dict[str, Any] = json.loads(Path(asked.read[0]).read_text()) if asked.read else {}
-    if not asked.read:
+    runs: dict[str, Any] = ours.read or {}
+    if not ours.read:
         dist.init_process_group("nccl" if GPU else "gloo", rank=0, world_size=1, store=dist.HashStore())
         console.print(costs(asked))
         for name, options in () if ours.skip_training else settings(asked).items():
             runs[name] = trained(argparse.Namespace(**vars(asked) | options))
-            Path(asked.json).write_text(json.dumps(runs))  # after each: an interrupted one has cost nothing
+            Path(asked.json).write_text(json.dumps(runs))  # keeps the runs of an interrupted script
         dist.destroy_process_group()
     if runs:
         console.print(summary(runs))
@@ -76,7 +85,7 @@ def settings(asked: argparse.Namespace) -> dict[str, dict[str, Any]]:
 
 
 def costs(asked: argparse.Namespace) -> Table:
-    """Time training steps on batches that are cut, against the same on batches that come cut, by turns."""
+    """Compare training steps on batches that the wrapper cuts with steps on batches cut before."""
     table = Table(
         "tokens", "step, ms", "with the wrapper", "quartiles", "cut() alone", title="the wrapper's cost"
     )
@@ -93,14 +102,14 @@ def costs(asked: argparse.Namespace) -> Table:
         start = time.perf_counter()
         for _ in range(1000):
             curriculum.cut(whole)
-        alone = time.perf_counter() - start  # ms, of 1000 calls in seconds
+        alone = time.perf_counter() - start  # seconds of 1000 calls: milliseconds of one
         shown = (f"{100 * ratio.one:.2f}", f"{ratio.ratio:.4f}", f"{ratio.low:.4f} to {ratio.high:.4f}")
         table.add_row(str(length), *shown, f"{1000 * alone:.0f} us, {100 * alone / (100 * ratio.one):.2f}%")
     return table
 
 
 def steps(run: Run, batches: Iterator[dict[str, torch.Tensor]], count: int = 10) -> None:
-    """Take ten training steps, of which the GPU is waited for after the last."""
+    """Take ten training steps, and wait for the GPU after the last."""
     for _ in range(count):
         run.step(next(batches))
     if GPU:
@@ -142,7 +151,7 @@ def loss_ratios(losses: list[float]) -> list[float]:
 
 
 def summary(runs: dict[str, Any]) -> Table:
-    """Set the runs side by side."""
+    """Return a table of the runs."""
     columns = ("steps", "loss", "seconds", "to the first's loss: tokens", "seconds", "worst ratio", "spikes")
     table = Table("", *columns, "norm l1", "r", "norm max", "r", title=f"spikes: ratio over {SPIKE}")
     target = next(iter(runs.values()))["eval"][-1]["loss"]
@@ -170,7 +179,7 @@ def summary(runs: dict[str, Any]) -> Table:
 
 
 def correlation(one: list[float], other: list[float]) -> str:
-    """Return Pearson's r, or a dash where one of the two does not vary."""
+    """Return Pearson's r, or a dash if one of the two does not vary."""
     function: Callable[..., float] = statistics.correlation
     try:
         return f"{function(one, other):.2f}"

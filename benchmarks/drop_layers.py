@@ -1,16 +1,23 @@
-"""Progressive layer dropping: the time of a training step with dropped layers against a plain one, on a GPU.
+"""Compare training steps with progressive layer dropping and plain training steps, on a GPU.
 
     python benchmarks/drop_layers.py [--model gpt llama] [--modes uncompiled compiled graphs compiled-graphs]
                                      [--recipe fp8-delayed]
                                      [--layers 12] [--width 1024] [--batch 8] [--length 1024] [--vocab 8192]
                                      [--steps 100] [--json PATH]
 
-A step is forward, backward and fused AdamW, in bf16. Each line has four times of one process, taken by turns:
-"plain" before drop_layers(); "pieces" with a theta so near to 1 that nothing is dropped, which shows what it
-costs to run layers one by one; "dropping" with theta 0.5; and "none" with all layers dropped. "kept" is the
-share of layers that the timed steps ran, "ideal" the ratio that this share makes possible:
-(none + kept * (plain - none)) / plain. The goal is a ratio of 0.80 at a mean keep rate of 0.73. Nothing is
-asserted.
+A step is a forward, a backward and fused AdamW, in bf16. Each line has four times, measured by turns in one
+process:
+
+| column | time of a step |
+| --- | --- |
+| plain | before drop_layers() |
+| pieces | with a theta so close to 1 that nothing is dropped: the cost of running layers one by one |
+| dropping | with theta 0.5 |
+| none | with all layers dropped |
+| kept | the share of layers that ran in the timed steps |
+| ideal | the ratio that this share allows: (none + kept * (plain - none)) / plain |
+
+The goal is a ratio of 0.80 at a mean keep rate of 0.73. Nothing is asserted.
 """
 
 from __future__ import annotations
@@ -25,6 +32,7 @@ from typing import Any
 
 import measure
 import torch
+from command_line import output_file, positive
 from torch import nn
 
 import te_transform
@@ -34,7 +42,7 @@ from tests.models.nanogpt import GPT, GPTConfig
 MODES: dict[str, dict[str, Any]] = {
     "uncompiled": {},
     "compiled": {"compile": True},
-    "graphs": {"graphs": True},  # of the whole model before drop_layers(), by layer after it
+    "graphs": {"graphs": True},  # graphs of the whole model before drop_layers(), of each layer after it
     "compiled-graphs": {"compile": True, "graphs": True},
 }
 ROUNDS = 5
@@ -48,8 +56,8 @@ def main() -> None:
     parser.add_argument("--recipe", default=None)
     sizes = {"layers": 12, "width": 1024, "batch": 8, "length": 1024, "vocab": 8192, "steps": 100}
     for name, size in sizes.items():
-        parser.add_argument(f"--{name}", type=int, default=size)
-    parser.add_argument("--json", default="", help="write the rows to this file too")
+        parser.add_argument(f"--{name}", type=positive, default=size)
+    parser.add_argument("--json", type=output_file, help="also write the rows to this file")
     asked = parser.parse_args()
     rows = []
     for model in asked.model:
@@ -120,7 +128,7 @@ def _times(model: nn.Module, step: Callable[..., None], steps: int) -> dict[str,
 
 
 def _schedule(model: nn.Module, theta: float, began: int) -> LayerDropping:
-    """Return a schedule whose theta(t) has come to its limit."""
+    """Return a schedule whose theta(t) has reached its limit."""
     schedule = drop_layers(model, 100, theta)
     schedule.load_state_dict({**schedule.state_dict(), "steps": 100_000 + began})
     return schedule

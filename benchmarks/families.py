@@ -1,11 +1,12 @@
-"""Families of transformers beside Llama, GPT-2, BERT and ViT: converted models against the original, bf16, on
-a GPU.
+"""Compare converted models of many transformers families with their originals, in bf16, on a GPU.
 
     python benchmarks/families.py [NAME ...] [--compile] [--json PATH]
 
-Models of 4 layers and width 1024, 8 sequences of 512 tokens of which every second one is padded: a training
-step without optimizer and a forward without gradients, by turns in one process, and the time of the kernels
-of one call of each. With --compile both are compiled, the original by torch.compile. Nothing is asserted.
+The families exclude Llama, GPT-2, BERT and ViT. Models have 4 layers of width 1024. Inputs are 8 sequences
+of 512 tokens, and every second sequence is padded. The calls are a training step without an optimizer, and
+a forward without gradients. The two models take turns in one process. Each line also has the time of the
+kernels of a call. With --compile, both models are compiled, the original by torch.compile. Nothing is
+asserted.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ USUAL = {
     "intermediate_size": 4 * WIDTH,
 }  # fmt: skip
 OFF = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
-# the class, the config's, and what it is told
+# the model's class, the config's class, and the arguments of the config
 FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "BLOOM": ("BloomForCausalLM", "BloomConfig", USUAL | {"n_layer": LAYERS, "n_head": HEADS}),
     "MPT": (

@@ -1,11 +1,10 @@
-"""Calls of few tokens, where the CPU sets the pace: converted models against the original, bf16, on a
-Hopper GPU.
+"""Compare calls with few tokens, in which the CPU is the bottleneck, in bf16, on a Hopper GPU.
 
     python benchmarks/few_tokens.py [--seconds 1.0] [--json PATH]
 
-A Llama of 4 layers (ffn 3.5 x width), in evaluation without gradients and in training, and decoding with
-generate(); each line compares the two in one process, by turns, and gives the median ratio of neighbors.
-Nothing is asserted.
+The model is a Llama of 4 layers (ffn 3.5 x width). The calls are an evaluation without gradients, a training
+step, and decoding with generate(). Original and converted model take turns in one process. Each line has the
+median ratio of neighboring calls. Nothing is asserted.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ from typing import Any
 import measure
 import torch
 import transformer_engine.pytorch  # noqa: F401  before PyTorch loads a cuDNN of its own
+from command_line import output_file
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
@@ -39,14 +39,14 @@ CONVERSIONS: dict[str, dict[str, Any]] = {
     "fp8-delayed": {"backend": "te", "recipe": "fp8-delayed"},
     "fp8-current": {"backend": "te", "recipe": "fp8-current"},
 }
-LAYERS, VOCABULARY, NEW_TOKENS = 4, 1024, 32  # hardly any head: the layers are what is measured
+LAYERS, VOCABULARY, NEW_TOKENS = 4, 1024, 32  # a small head, to measure the layers
 
 
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--seconds", type=float, default=1.0, help="for each line")
-    parser.add_argument("--json", default="", help="write the rows to this file too")
+    parser.add_argument("--seconds", type=float, default=1.0, help="seconds for each line")
+    parser.add_argument("--json", type=output_file, help="also write the rows to this file")
     asked = parser.parse_args()
     table = Table(title=f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
     for column in ("width", "call", "tokens", "original, ms", *CONVERSIONS):
@@ -73,7 +73,7 @@ def main() -> None:
             row = {"width": width, "call": what, "shape": shape}
             rows += [{**row, "how": name, **asdict(ratio)} for name, ratio in ratios.items()]
             table.add_row(str(width), what, " x ".join(map(str, shape)), f"{own:.2f}", *found)
-            if asked.json:  # after each line: an interrupted run has cost nothing
+            if asked.json:  # after each line, to keep the lines of an interrupted script
                 Path(asked.json).write_text(json.dumps(rows, indent=1))
     Console(width=130).print(table)
 
@@ -105,12 +105,12 @@ def _ids(rows: int, length: int) -> Tensor:
 
 
 def _put_in_mode(model: nn.Module, training: bool) -> None:
-    if model.training != training:  # each train() of a converted model frees the FP8 weights that are kept
+    if model.training != training:  # each train() of a converted model frees its quantized weights
         model.train(training)
 
 
 def evaluation(model: nn.Module, ids: Tensor) -> None:
-    """A forward without gradients or a cache."""
+    """Run a forward without gradients and without a cache."""
     _put_in_mode(model, training=False)
     with torch.no_grad():
         model(ids, use_cache=False)
@@ -118,7 +118,7 @@ def evaluation(model: nn.Module, ids: Tensor) -> None:
 
 
 def training(model: nn.Module, ids: Tensor) -> None:
-    """A forward and its backward."""
+    """Run a forward and its backward."""
     _put_in_mode(model, training=True)
     model(ids, labels=ids, use_cache=False).loss.backward()
     model.zero_grad()
@@ -126,7 +126,7 @@ def training(model: nn.Module, ids: Tensor) -> None:
 
 
 def decoding(model: nn.Module, ids: Tensor) -> None:
-    """Tokens generated one by one."""
+    """Generate tokens one by one."""
     _put_in_mode(model, training=False)
     model.generate(
         ids, attention_mask=torch.ones_like(ids), do_sample=False, pad_token_id=0, eos_token_id=None,

@@ -1,10 +1,10 @@
-"""Fit the times of te_transform/plan/cost.py to measured ones; no GPU is needed.
+"""Fit the times of te_transform/plan/cost.py to measured times, without a GPU.
 
     python benchmarks/fit_cost.py benchmarks/grid.jsonl benchmarks/llama.jsonl
 
-The first file is what grid.py wrote, the second has Llamas of the shapes of compile_speed.py. Prints the
-times, which are seconds for one of what each is named after, and the error: each point is predicted by times
-that were fitted to all others.
+The first file was written by grid.py. The second has Llamas of the shapes of compile_speed.py. The script
+prints the times, in seconds per unit, and the error. To compute the error, it predicts each point by times
+that it fits to all other points.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
 import transformers as hf
+from command_line import json_lines
 from grid import VOCABULARY, model_of
 from rich.progress import track
 
@@ -28,7 +28,7 @@ from te_transform.inspect import plans_of
 from te_transform.plan.cost import ORIGINAL, RUN_MODES, RunMode, works_of
 from te_transform.plan.work import Work
 
-# Where the search begins: an H100's data sheet, a few microseconds for a launch.
+# Initial values: an H100's data sheet, and a few microseconds for a launch.
 START = {
     "product": 1.6e-15, "product in FP8": 0.9e-15, "quantized": 1e-12, "attention": 2.5e-15, "launch": 2e-6,
     "product, odd": 7.87e-15, "bytes": 4e-13, "bytes, fused": 4e-13, "bytes, compiled": 4e-13,
@@ -48,7 +48,7 @@ START = {
 
 @dataclass
 class Point:
-    """A call in one mode, by what it computes, and the seconds that it took."""
+    """A call in one mode: its work, and the measured seconds."""
 
     where: str
     mode: RunMode
@@ -59,11 +59,10 @@ class Point:
 def main() -> None:
     """Fit and print."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
-    parser.add_argument("grid", type=Path)
-    parser.add_argument("llama", type=Path)
+    parser.add_argument("grid", type=json_lines)
+    parser.add_argument("llama", type=json_lines)
     asked = parser.parse_args()
-    rows = [json.loads(line) for file in (asked.grid, asked.llama) for line in file.open(encoding="utf-8")]
-    points = [point for row in track(rows, "counting") for point in _points(row)]
+    points = [point for row in track(asked.grid + asked.llama, "counting") for point in _points(row)]
     places = list(dict.fromkeys(point.where for point in points))
     off = []
     for place in track(places, "fitting"):
@@ -96,7 +95,7 @@ def _points(row: dict[str, Any]) -> Iterator[Point]:
         ((mode, work),) = works_of(plans, asked, precision, training)
         if mode is asked or precision is not None or row.get("model") == "llama" or row.get("notes"):
             yield Point(where, mode, work, ms / 1e3)
-        # else measured before models without gated MLPs ran as they were captured, as notes say since
+        # older rows were measured before models without gated MLPs ran as captured
 
 
 def _llama(row: dict[str, Any]) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
@@ -114,7 +113,7 @@ def _llama(row: dict[str, Any]) -> tuple[torch.nn.Module, dict[str, torch.Tensor
 
 
 def _fitted(points: Sequence[Point]) -> dict[str, float]:
-    """The times with the least sum of squares of the logarithms of predicted / measured."""
+    """Return the times with the least sum of squared logarithms of predicted / measured."""
     logs = torch.zeros(len(START), dtype=torch.float64, requires_grad=True)
     start = torch.tensor([*START.values()], dtype=torch.float64)
     measured = torch.tensor([point.seconds for point in points], dtype=torch.float64)
@@ -125,7 +124,7 @@ def _fitted(points: Sequence[Point]) -> dict[str, float]:
         optimizer.zero_grad()
         times = start * logs.exp()
         predicted = torch.maximum(gpu @ times, cpu @ times)
-        # near to where the search began, of times that no point depends on
+        # keeps times that no point depends on near their initial values
         total = (predicted / measured).log().square().mean() + 1e-3 * logs.square().mean()
         total.backward()
         return total
@@ -135,7 +134,7 @@ def _fitted(points: Sequence[Point]) -> dict[str, float]:
 
 
 def _linear(points: Sequence[Point]) -> tuple[list[list[float]], list[list[float]]]:
-    """How many of each time, in the order of START, the GPU and the CPU take of each point."""
+    """Return how many units of each time of START the GPU and the CPU take for each point."""
     units = [{name: float(name == one) for name in START} for one in START]
     gpu = [[point.mode.gpu_seconds(point.work, unit) for unit in units] for point in points]
     cpu = [[point.mode.cpu_seconds(point.work, unit) for unit in units] for point in points]

@@ -1,9 +1,9 @@
-"""Converted models against the originals on a GPU, plain PyTorch backend, bf16.
+"""Compare converted models with their originals on a GPU, in bf16, with the plain PyTorch backend.
 
     python benchmarks/gpu_speed.py [--only gpt2] [--json]
 
-Each line compares the two in one process, by turns, and gives the median ratio of neighbours with its
-quartiles. Nothing is asserted.
+Both models take turns in one process. Each line has the median ratio of neighboring calls, with quartiles.
+Nothing is asserted.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent.parent))  # for the models, which are the tests'
+sys.path.insert(0, str(Path(__file__).parent.parent))  # to import the models of the tests
 
 import measure
 import torch
@@ -33,7 +33,7 @@ SECONDS = 3.0  # for each line
 
 @dataclass(frozen=True)
 class Subject:
-    """A causal language model, the sizes of a batch, and how it is run."""
+    """A causal language model, the sizes of a batch, and the mode of its calls."""
 
     name: str
     build: Callable[[], tuple[nn.Module, int]]  # the model and its vocabulary
@@ -84,7 +84,7 @@ SUBJECTS = (
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--only", default="", help="subjects with this in the name of their function")
+    parser.add_argument("--only", default="", help="a part of the names of functions")
     parser.add_argument("--json", action="store_true", help="print the rows as JSON")
     asked = parser.parse_args()
     rows = []
@@ -99,7 +99,7 @@ def main() -> None:
 
 
 def measured(subject: Subject, compiled: bool) -> list[dict[str, Any]]:
-    """Forward (evaluation, no gradients), and forward with backward (training)."""
+    """Compare a forward in evaluation without gradients, and a forward with backward in training."""
     torch.manual_seed(0)
     torch._dynamo.reset()
     model, vocabulary = subject.build()

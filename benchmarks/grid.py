@@ -1,18 +1,22 @@
-"""Every size: four Hugging Face models, converted in the ways that compile="auto" tries, against the best of
-what others do, on a Hopper GPU.
+"""Compare converted models of all sizes with the best of the other tools, on a Hopper GPU.
 
     python benchmarks/grid.py grid.jsonl [--models llama bert] [--widths 256 4096] [--tokens 1024 8192]
                               [--modes training inference] [--recipe fp8-delayed] [--jobs 8] [--minutes 9]
     python benchmarks/grid.py grid.jsonl --table
     python benchmarks/grid.py grid.jsonl --plot docs/grid.svg
 
-The others: the model as it is, eager, compiled, compiled without a mask as CUDA graphs; for Llama, which has
-one, the hand port on TE's layers, and with TE's CUDA graphs; in FP8, torchao, compiled.
+Four transformers models are converted with each combination of options that compile="auto" tries.
 
-One JSON line a point, with the milliseconds of each contender. Points that the file has are not measured
-again: call it until nothing is left. They are prepared in processes of their own, as many at once as there
-are jobs, and timed one after the other when all of these wait; a step is one of several in a row. Nothing is
-asserted.
+| precision | other contenders |
+| --- | --- |
+| bf16 | the original: eager, compiled, and compiled without a mask as CUDA graphs |
+| bf16, Llama alone | the hand port on TE's layers, without and with TE's CUDA graphs |
+| FP8 | torchao, compiled |
+
+The script adds a JSON line for each point, with the milliseconds of each contender. It skips points that
+the file contains: call it again until no point is left. Each point is prepared in a process of its own.
+--jobs points are prepared at once, then timed one after the other. Times are of consecutive steps. Nothing
+is asserted.
 """
 
 from __future__ import annotations
@@ -31,30 +35,31 @@ from typing import Any
 from unittest.mock import patch
 
 import measure
+from command_line import json_lines, output_file, positive
 
 VOCABULARY = 32000
-LENGTH = 512  # of a row of tokens; 197 of an image's patches
+LENGTH = 512  # tokens of a row; an image has 197 patches
 WIDTHS = (256, 512, 1024, 2048, 4096, 8192)
 TOKENS = (512, 1024, 2048, 4096, 8192, 16384)
 MODELS = ("llama", "gpt2", "bert", "vit")
 MODES = ("training", "inference")
-MEMORY = 72e9  # bytes that the points which are prepared at once may take
-ROUNDS, SAMPLE = 15, 0.03  # samples of each contender, by turns, and seconds in each
+MEMORY = 72e9  # the maximum bytes of the points that are prepared at once
+ROUNDS, SAMPLE = 15, 0.03  # the number of samples of each contender, and the seconds of a sample
 
 
 def main() -> None:
-    """Measure what the file has not, or show what it has."""
+    """Measure the points that the file lacks, or show the file."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
-    parser.add_argument("file", type=Path, help="of JSON lines, which is added to")
+    parser.add_argument("file", type=output_file, help="file of JSON lines to add to")
     parser.add_argument("--models", nargs="+", default=MODELS, choices=MODELS)
-    parser.add_argument("--widths", nargs="+", type=int, default=WIDTHS)
-    parser.add_argument("--tokens", nargs="+", type=int, default=TOKENS, help="in a step")
+    parser.add_argument("--widths", nargs="+", type=positive, default=WIDTHS)
+    parser.add_argument("--tokens", nargs="+", type=positive, default=TOKENS, help="tokens of a step")
     parser.add_argument("--modes", nargs="+", default=MODES, choices=MODES)
-    parser.add_argument("--recipe", default=None, help="one that may be chosen too")
-    parser.add_argument("--jobs", type=int, default=8, help="points that are prepared at once")
-    parser.add_argument("--minutes", type=float, default=9.0, help="after which no more points are begun")
+    parser.add_argument("--recipe", default=None, help="an additional recipe")
+    parser.add_argument("--jobs", type=positive, default=8, help="number of points to prepare at once")
+    parser.add_argument("--minutes", type=float, default=9.0, help="time until the last point starts")
     parser.add_argument("--table", action="store_true", help="print the file as a table")
-    parser.add_argument("--plot", default="", help="draw the file")
+    parser.add_argument("--plot", type=output_file, help="draw the file")
     parser.add_argument("--point", default="", help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.point:
@@ -78,13 +83,13 @@ def main() -> None:
         for row in _measured(batch):
             print(json.dumps(row), flush=True)
             if len(batch) > 1 and any("OutOfMemory" in error for error in row.get("errors", {}).values()):
-                continue  # the points beside it had the memory: it is measured again in another call
-            with asked.file.open("a", encoding="utf-8") as file:
+                continue  # other points took the memory: the next call measures this point again
+            with open(asked.file, "a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
 
 
-def _read(file: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in file.read_text("utf-8").splitlines()] if file.exists() else []
+def _read(file: str) -> list[dict[str, Any]]:
+    return json_lines(file) if Path(file).exists() else []
 
 
 def _key(point: dict[str, Any]) -> tuple:
@@ -92,7 +97,7 @@ def _key(point: dict[str, Any]) -> tuple:
 
 
 def _batches(points: Sequence[dict[str, Any]], jobs: int) -> Iterator[list[dict[str, Any]]]:
-    """The points in their order, so many at once as fit into the GPU's memory, `jobs` at most."""
+    """Yield the points in order, in batches of at most `jobs` that fit into the GPU's memory."""
     batch: list[dict[str, Any]] = []
     for point in points:
         if batch and (len(batch) == jobs or sum(map(_bytes, [*batch, point])) > MEMORY):
@@ -104,14 +109,14 @@ def _batches(points: Sequence[dict[str, Any]], jobs: int) -> Iterator[list[dict[
 
 
 def _bytes(point: dict[str, Any]) -> float:
-    """About what all contenders of a point hold: their weights and gradients, the logits in CUDA graphs."""
+    """Return an estimate of the memory of all contenders: weights, gradients, and logits in CUDA graphs."""
     width, layers = point["width"], _layers(point["width"])
     training, recipes = point["mode"] == "training", 2 if point["recipe"] else 1
     ported = recipes if point["model"] == "llama" else 0
     weights = 12 * layers * width**2 + (2 if point["model"] == "llama" else 1) * VOCABULARY * width
-    contenders = 3 + (recipes - 1) + 2 * ported + 3 * recipes  # the original, torchao, by hand, ours
+    contenders = 3 + (recipes - 1) + 2 * ported + 3 * recipes  # the original, torchao, the hand port, ours
     in_graphs = 1 + ported + recipes
-    logits = 10 if training else 4  # bytes for each, with what is computed of them
+    logits = 10 if training else 4  # bytes per logit, with temporary tensors
     return (
         1e9
         + contenders * weights * (4 if training else 2)
@@ -124,7 +129,7 @@ def _layers(width: int) -> int:
 
 
 def _measured(points: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Prepare these points at once, time them one by one."""
+    """Prepare these points at once, then time them one by one."""
     workers = [
         subprocess.Popen(
             [sys.executable, __file__, "-", "--point", json.dumps(point)],
@@ -145,7 +150,7 @@ def _measured(points: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 
 
 def _measure(point: dict[str, Any]) -> None:
-    """One point, in a process of its own."""
+    """Measure one point, in a process of its own."""
     import torch
     import transformer_engine.pytorch  # noqa: F401
 
@@ -156,7 +161,7 @@ def _measure(point: dict[str, Any]) -> None:
             for _ in range(6):
                 step()
             torch.cuda.synchronize()
-            torch.cuda.empty_cache()  # for the points that are prepared beside this one
+            torch.cuda.empty_cache()  # for the other points, which are being prepared
             steps[name] = step
         except Exception as error:
             errors[name] = f"{type(error).__name__}: {error}"[:200]
@@ -173,7 +178,7 @@ def _measure(point: dict[str, Any]) -> None:
 
 
 def _contenders(point: dict[str, Any], notes: list[str]) -> dict[str, Callable[[], Callable[[], None]]]:
-    """What makes each contender's step, by name; ours begin with te_transform."""
+    """Return a function that makes each contender's step, by name. Ours begin with te_transform."""
     import torch
 
     import te_transform
@@ -239,8 +244,10 @@ def _contenders(point: dict[str, Any], notes: list[str]) -> dict[str, Callable[[
 
 
 def model_of(point: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Four layers, two from a width of 4096 on, one at 8192, or as many as a point says; on the current
-    device, weights in bf16."""
+    """Return a model of a point on the current device, with weights in bf16.
+
+    The number of layers is 4, from width 4096 on 2, at width 8192 1, unless the point has another number.
+    """
     import torch
     import transformers as hf
 
@@ -285,7 +292,7 @@ def model_of(point: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
 def step_of(
     point: dict[str, Any], model: Any, inputs: dict[str, Any], around: Callable[[], Any]
 ) -> Callable[[], None]:
-    """A training step without optimizer, or a forward without gradients."""
+    """Return a training step without an optimizer, or a forward without gradients."""
     import torch
 
     def training() -> None:
@@ -302,7 +309,7 @@ def step_of(
 
 @contextlib.contextmanager
 def _no_mask() -> Iterator[None]:
-    """Without the masks that transformers makes of numbers."""
+    """Patch transformers to create no masks."""
     from transformers.models.bert import modeling_bert
     from transformers.models.gpt2 import modeling_gpt2
     from transformers.models.llama import modeling_llama
@@ -316,13 +323,13 @@ def _no_mask() -> Iterator[None]:
 
 
 def _complete(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The points at which the original and we ran: another's error leaves the point to the rest."""
+    """Return the points at which the original and one of ours ran."""
     needed = ("eager", "te_transform bf16")
     return [row for row in rows if all(name in row.get("ms", {}) for name in needed)]
 
 
 def _best(row: dict[str, Any]) -> tuple[str, float, str, float]:
-    """The fastest of the others and of ours, each with its ms."""
+    """Return the fastest of the others and the fastest of ours, each with its milliseconds."""
     ours = {name: ms for name, ms in row["ms"].items() if name.startswith("te_transform")}
     theirs = {name: ms for name, ms in row["ms"].items() if name not in ours}
     one, other = min(theirs, key=theirs.get), min(ours, key=ours.get)
@@ -330,7 +337,7 @@ def _best(row: dict[str, Any]) -> tuple[str, float, str, float]:
 
 
 def _table(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """In Markdown: the ratio of ours to the best of the others, a line for each model, mode and width."""
+    """Yield a Markdown table of our ratios to the best of the others, by model, mode and width."""
     measured = _complete(rows)
     tokens = sorted({row["tokens"] for row in measured})
     yield (
@@ -349,7 +356,7 @@ def _table(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
 
 
 def _draw(rows: Sequence[dict[str, Any]], path: str) -> None:
-    """A square for each point, by width and tokens, in the color of its ratio."""
+    """Draw a square for each point, by width and tokens, in the color of its ratio."""
     import matplotlib.pyplot as plt
 
     measured = _complete(rows)

@@ -1,4 +1,4 @@
-"""What an expert writes by hand today: the same models on te.TransformerLayer."""
+"""Port models to te.TransformerLayer as an expert writes it by hand."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ RECIPES = {
 
 
 def divided(group: dist.ProcessGroup | None) -> dict[str, Any]:
-    """What a layer is told for tensor and sequence parallelism over a group; sequence first."""
+    """Return the options of a TE layer for tensor and sequence parallelism over a group."""
     if group is None:
         return {}
     options = {"set_parallel_mode": True, "sequence_parallel": True}
@@ -31,13 +31,15 @@ def divided(group: dist.ProcessGroup | None) -> dict[str, Any]:
 
 
 def share(weight: Tensor, group: dist.ProcessGroup | None, dim: int = 0) -> Tensor:
-    """This rank's rows of a weight, or its columns; all of it where there is no group."""
+    """Return this rank's rows or columns of a weight, or the whole weight without a group."""
     return weight if group is None else weight.chunk(group.size(), dim)[group.rank()]
 
 
 def sum_shared(model: nn.Module, group: dist.ProcessGroup) -> None:
-    """Sum up over the ranks the gradients of those parameters that TE marks: each rank has them of its own
-    tokens."""
+    """Sum the gradients of the parameters that TE marks over the ranks.
+
+    Each rank has the gradients of its own tokens.
+    """
     grads = [p.grad for p in model.parameters() if getattr(p, "sequence_parallel", False)]
     flat = torch.cat([grad.flatten() for grad in grads])
     dist.all_reduce(flat, group=group)
@@ -45,7 +47,7 @@ def sum_shared(model: nn.Module, group: dist.ProcessGroup) -> None:
 
 
 def layer(hidden: int, ffn: int, heads: int, **options: Any) -> nn.Module:
-    """The quickstart layer, sequence first, no mask, no dropout, with weights of its own."""
+    """Return the quickstart layer: sequence first, no mask, no dropout, with weights of its own."""
     return te.TransformerLayer(
         hidden,
         ffn,
@@ -60,8 +62,11 @@ def layer(hidden: int, ffn: int, heads: int, **options: Any) -> nn.Module:
 
 
 class DecoderLayer(te.TransformerLayer):
-    """Llama's decoder layer, called as transformers calls it; over a group it reads and returns shards of the
-    tokens, the first of the layers turns them sequence first, and the last one back."""
+    """Llama's decoder layer on TE, called as transformers calls it.
+
+    Over a group, it reads and returns shards of the tokens. The first layer transposes them to sequence
+    first, and the last layer transposes them back.
+    """
 
     def __init__(self, config: Any, number: int, angles: Tensor, group: dist.ProcessGroup | None = None):
         super().__init__(
@@ -96,7 +101,7 @@ class DecoderLayer(te.TransformerLayer):
         return out.transpose(0, 1).contiguous() if self.is_last else out
 
     def load(self, source: LlamaDecoderLayer) -> DecoderLayer:
-        """Take the weights of transformers' layer."""
+        """Copy the weights of transformers' layer."""
         attention, mlp, group = source.self_attn, source.mlp, self.group
         own, its = self.self_attention, self.layernorm_mlp
         moves = {
@@ -116,7 +121,7 @@ class DecoderLayer(te.TransformerLayer):
 
 
 def llama(model: LlamaForCausalLM, group: dist.ProcessGroup | None = None) -> LlamaForCausalLM:
-    """The model with its decoder layers replaced, in place; over a group, by this rank's part of them."""
+    """Replace the decoder layers of a model in place; over a group, by this rank's shards."""
     config = model.config
     rope = config.rope_parameters
     if rope["rope_type"] != "default":
@@ -130,7 +135,7 @@ def llama(model: LlamaForCausalLM, group: dist.ProcessGroup | None = None) -> Ll
 
 
 class _Alone(nn.Module):
-    """A layer that is called with its input alone, as TE's graphs are."""
+    """A layer that is called with its input alone, like TE's CUDA graphs."""
 
     def __init__(self, layer: nn.Module):
         super().__init__()
@@ -141,7 +146,7 @@ class _Alone(nn.Module):
 
 
 def graphed(model: LlamaForCausalLM, rows: int, length: int, recipe: Any) -> LlamaForCausalLM:
-    """The port with each layer as CUDA graphs of TE's, for inputs of (rows, length), in place."""
+    """Replace each layer of the port by TE's CUDA graphs for inputs of (rows, length), in place."""
     layers = model.model.layers
     like = torch.randn(rows, length, model.config.hidden_size, device="cuda", dtype=torch.bfloat16)
     samples = tuple((like.clone().requires_grad_(model.training),) for _ in layers)
@@ -151,13 +156,13 @@ def graphed(model: LlamaForCausalLM, rows: int, length: int, recipe: Any) -> Lla
 
 
 def in_graphs(layers: tuple[nn.Module, ...], samples: tuple[tuple[Tensor, ...], ...], recipe: Any) -> Any:
-    """The layers as CUDA graphs of TE's, for inputs like these."""
+    """Return the layers as TE's CUDA graphs, for inputs like these."""
     options = {} if recipe is None else {"enabled": True, "recipe": recipe}
     return te.make_graphed_callables(layers, samples, **options)
 
 
 def torchao(model: nn.Module) -> nn.Module:
-    """Not on TE: the model in torchao's float8 but for its head, compiled, in place."""
+    """Convert a model to torchao's float8 except for its head, and compile it, in place."""
     from torchao.float8 import convert_to_float8_training
 
     convert_to_float8_training(model, module_filter_fn=lambda _, name: "lm_head" not in name)
@@ -166,5 +171,5 @@ def torchao(model: nn.Module) -> nn.Module:
 
 
 def within(recipe: Any) -> Context:
-    """The context that its forward runs in."""
+    """Return the context of the forward."""
     return contextlib.nullcontext if recipe is None else lambda: te.autocast(enabled=True, recipe=recipe)

@@ -1,10 +1,11 @@
-"""Attention with masks: converted models against the original, bf16, on a GPU.
+"""Compare attention with masks in converted models and in their originals, in bf16, on a GPU.
 
     python benchmarks/masks.py [NAME ...] [--compile] [--json PATH]
 
-Batches that are padded or packed, as those of fine-tuning are, and models of sliding windows: a training
-step without optimizer and a forward without gradients, by turns in one process, with the time of the kernels
-of one call of each. With --compile both are compiled, the original by torch.compile. Nothing is asserted.
+Batches are padded or packed as in fine-tuning. Some models have sliding windows. The calls are a training
+step without an optimizer, and a forward without gradients. The two models take turns in one process. Each
+line also has the time of the kernels of a call. With --compile, both models are compiled, the original by
+torch.compile. Nothing is asserted.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ GEMMA |= {"num_key_value_heads": 4, "head_dim": 256, "num_hidden_layers": 6, "sl
 BERT = TOKENS | {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 8}
 BERT |= {"num_attention_heads": 16, "max_position_embeddings": 4096}
 DROPOUT = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
-# the class, the config's, what it is told; sequences, tokens, and on which side every second one is padded,
-# or that all are documents one behind the other
+# the model's class, the config's class and its arguments; sequences, tokens, and the padded side of every
+# second sequence, or "documents" for packed documents
 MODELS: dict[str, tuple[str, str, dict[str, Any], int, int, str]] = {
     "Llama, padded": ("LlamaForCausalLM", "LlamaConfig", LLAMA, 2, 4096, "right"),
     "Llama, padded, any length": ("LlamaForCausalLM", "LlamaConfig", LLAMA, 8, 997, "right"),
@@ -49,7 +50,7 @@ def _model(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
     *kind, sequences, tokens, padding = MODELS[name]
     ids = torch.randint(3, VOCABULARY, (sequences, tokens), device="cuda")
     batch = {"input_ids": ids, "labels": ids.clone()}
-    if padding == "documents":  # of 256 to 1,536 tokens; transformers finds them by their positions
+    if padding == "documents":  # documents of 256 to 1,536 tokens; transformers finds them by their positions
         lengths = torch.tensor([1024, 512, 1536, 256, 768])
         batch["position_ids"] = torch.cat([torch.arange(n, device="cuda") for n in lengths]).expand_as(ids)
         batch["use_cache"] = False

@@ -1,4 +1,4 @@
-"""Time and memory, measured so that the machine's moods cancel."""
+"""Measure time and memory so that changes in the speed of the machine cancel out."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-CLEAR = Path("/proc/self/clear_refs")  # 5 written here sets the peak of this process to what it has now
+CLEAR = Path("/proc/self/clear_refs")  # writing 5 resets the recorded peak of this process
 
 
 @dataclass(frozen=True)
 class Ratio:
-    """`other` over `one`: the median seconds of each; median and quartiles of the ratios of neighbours."""
+    """The ratio of `other` to `one`: median seconds of each; median and quartiles of neighboring ratios."""
 
     one: float
     other: float
@@ -31,7 +31,7 @@ class Ratio:
 def interleaved(
     one: Callable[[], Any], other: Callable[[], Any], calls: int = 1, seconds: float = 10.0
 ) -> Ratio:
-    """Time the two by turns, and the first of them by turns, in samples of `calls`, for about `seconds`."""
+    """Time two calls by turns for about `seconds`, in samples of `calls`; the order alternates."""
     for function in (one, other, one, other):
         _sample(function, calls)
     ones, others = [], []
@@ -53,8 +53,8 @@ def _sample(function: Callable[[], Any], calls: int) -> float:
 
 
 def in_a_row(step: Callable[[], Any], steps: int) -> float:
-    """Seconds a step of several on a GPU, which is waited for after the last alone."""
-    import torch  # which other benchmarks run without
+    """Return the seconds of a step among consecutive steps on a GPU, which is waited for after the last."""
+    import torch  # other benchmarks run without torch
 
     torch.cuda.synchronize()
     start = time.perf_counter()
@@ -75,7 +75,7 @@ class Memory:
 
 @contextlib.contextmanager
 def memory() -> Iterator[Memory]:
-    """The kernel's record of what was resident at the most while the body ran (Linux): it costs nothing."""
+    """Record the peak of resident memory while the body runs, from the kernel's counter (Linux)."""
     gc.collect()
     CLEAR.write_text("5")
     used = Memory(before=_status("VmRSS"))
@@ -90,14 +90,14 @@ def _status(key: str) -> int:
 
 @dataclass
 class Load:
-    """Cores that processes other than this one and its children kept busy, on average (Linux)."""
+    """The mean number of cores that other processes kept busy (Linux)."""
 
     others: float = 0.0
 
 
 @contextlib.contextmanager
 def load() -> Iterator[Load]:
-    """What else the machine did while the body ran: it slows the body down."""
+    """Measure the load by other processes while the body runs, because it slows the body down."""
     found = Load()
     start, busy, own = time.perf_counter(), _busy(), _own()
     yield found
@@ -117,7 +117,7 @@ def _own() -> float:
 
 @contextlib.contextmanager
 def stopwatch(module: Any, names: tuple[str, ...]) -> Iterator[dict[str, float]]:
-    """The seconds spent in each of the functions `names` that `module` calls."""
+    """Sum the seconds spent in each of the functions `names` that `module` calls."""
     spent = dict.fromkeys(names, 0.0)
     originals = {name: getattr(module, name) for name in names}
     for name, function in originals.items():

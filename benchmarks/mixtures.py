@@ -1,11 +1,11 @@
-"""Mixture models of the shapes that are trained: converted against the original, bf16, on a GPU.
+"""Compare converted mixture-of-experts models with their originals, in bf16, on a GPU.
 
     python benchmarks/mixtures.py [NAME ...] [--recipe fp8-delayed] [--json PATH]
 
-Layers of Mixtral 8x7B, Qwen3 30B-A3B, DeepSeek V2 Lite and GPT-OSS 20B, 2 sequences of 4,096 tokens: a
-training step without optimizer and a forward without gradients, by turns in one process, with the time of the
-kernels of one call of each, and what that takes of the GPU's memory beside the model. Compiled, the original
-is by torch.compile. Nothing is asserted.
+The layers are from Mixtral 8x7B, Qwen3 30B-A3B, DeepSeek V2 Lite and GPT-OSS 20B. Inputs are 2 sequences of
+4,096 tokens. The calls are a training step without an optimizer, and a forward without gradients. The models
+take turns in one process. Each line also has the time of the kernels of a call, and its peak memory beside
+the model. In compiled lines, torch.compile compiles the original. Nothing is asserted.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from compared import TOKENS, VOCABULARY, built, parser, rows, show
 from torch import Tensor, nn
 
 BATCH, LENGTH = 2, 4096
-# the class, the config's, and what it is told
+# the model's class, the config's class, and the arguments of the config
 MIXTURES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "Mixtral": (
         "MixtralForCausalLM", "MixtralConfig",
@@ -57,7 +57,7 @@ MIXTURES: dict[str, tuple[str, str, dict[str, Any]]] = {
 def main() -> None:
     """Measure and print."""
     options = parser(__doc__, MIXTURES)
-    options.add_argument("--recipe", default=None, help="measured too")
+    options.add_argument("--recipe", default=None, help="also measure this recipe")
     asked = options.parse_args()
     ways = {"as it is": {}, "compiled": {"compile": True}}
     if asked.recipe is not None:

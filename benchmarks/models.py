@@ -1,4 +1,4 @@
-"""The models that are measured: real shapes, weights that cost next to nothing to make."""
+"""Build the measured models: real shapes, with weights that take almost no time to make."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ VOCAB = 1024
 
 @dataclass(frozen=True)
 class Subject:
-    """A model to be run, original against converted."""
+    """A model to compare with its conversion."""
 
     name: str
     build: Callable[[], tuple[nn.Module, dict[str, Any]]]  # the model and its keyword arguments
@@ -28,7 +28,7 @@ class Subject:
 
 
 def llama(layers: int) -> LlamaForCausalLM:
-    """An 8B-shaped stack in bf16, on a small vocabulary: 218 M parameters, 0.44 GB, a layer."""
+    """Return an 8B-shaped stack in bf16 on a small vocabulary: a layer has 218 M parameters, 0.44 GB."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
@@ -43,7 +43,7 @@ def llama(layers: int) -> LlamaForCausalLM:
 
 
 def llama_block() -> tuple[nn.Module, dict[str, Any]]:
-    """One such layer, and 1x128 tokens for it."""
+    """Return one such layer, and 1x128 tokens for it."""
     config = shape_of_8b(1, VOCAB, length=2048)
     with torch.device("meta"):
         block = LlamaDecoderLayer(config, layer_idx=0).to(torch.bfloat16)
@@ -54,7 +54,7 @@ def llama_block() -> tuple[nn.Module, dict[str, Any]]:
 
 
 def tiny_gpt2() -> tuple[nn.Module, dict[str, Any]]:
-    """So small that Python and the launches are what takes the time; no dropout."""
+    """Return a GPT-2 so small that Python and launches take most of the time; no dropout."""
     sizes = {"vocab_size": VOCAB, "n_embd": 64, "n_layer": 4, "n_head": 4, "n_positions": 64}
     none = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
     config = GPT2Config(**sizes, **none, bos_token_id=0, eos_token_id=0)
@@ -62,7 +62,7 @@ def tiny_gpt2() -> tuple[nn.Module, dict[str, Any]]:
 
 
 def written_attention() -> tuple[nn.Module, dict[str, Any]]:
-    """nanoGPT's attention by hand, behind its norm, at 4x512 tokens, width 384, 6 heads; no dropout."""
+    """Return nanoGPT's written-out attention with its norm: 4x512 tokens, width 384, 6 heads, no dropout."""
     config = GPTConfig(block_size=512, n_head=6, n_embd=384, dropout=0.0, flash=False)
     model = nn.Sequential(nn.LayerNorm(config.n_embd), CausalSelfAttention(config))
     return model, {"input": torch.randn(4, 512, config.n_embd)}
@@ -76,14 +76,14 @@ SUBJECTS = (
 
 
 def loss(output: Any) -> Tensor:
-    """A number to go backward from."""
+    """Return a number to compute gradients of."""
     if isinstance(output, dict):
         output = output["logits"]
     return (output[0] if isinstance(output, tuple) else output).float().sum()
 
 
 def _fill(model: nn.Module) -> None:
-    """Small random numbers, repeated: made at the speed of memory."""
+    """Fill a tensor with small random numbers, repeated, at the speed of memory."""
     pattern = torch.randn(1 << 20) * 0.02
     with torch.no_grad():
         for parameter in model.parameters():

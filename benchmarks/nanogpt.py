@@ -1,12 +1,17 @@
-"""nanoGPT as published, 124M parameters, 1024 tokens, 12 rows a step, after each step that makes it faster.
+"""Measure nanoGPT as published, and each change that makes it faster: 124M parameters, 12 x 1024 tokens.
 
     python benchmarks/nanogpt.py [--rows 12] [--bf16] [--json PATH]
 
-Forward and backward under torch.autocast in bf16, as nanoGPT trains, or with weights in bf16. The steps are
-those of PyTorch's own account of this model: attention written out, PyTorch's attention by each of its
-kernels, compiled, as CUDA graphs, padded vocabulary. Milliseconds are medians of several steps in a row, by
-turns. Memory is what PyTorch takes of the GPU for model, gradients and a step; the rows that fit are computed
-from it, as if all but the weights grew with the rows.
+A step is a forward and backward under torch.autocast in bf16, as nanoGPT trains, or with weights in bf16.
+The changes are those of PyTorch's own article on this model:
+
+- attention written out, or each of PyTorch's attention kernels,
+- compiled, and as CUDA graphs,
+- a padded vocabulary.
+
+Times are medians of consecutive steps in milliseconds, by turns. Memory is what PyTorch takes on the GPU for
+model, gradients and a step. The rows that fit are computed from it: all memory but the weights is assumed to
+grow with the rows.
 """
 
 from __future__ import annotations
@@ -24,6 +29,7 @@ from typing import Any
 import measure
 import torch
 import transformer_engine.pytorch  # noqa: F401  before PyTorch loads a cuDNN of its own
+from command_line import output_file, positive
 from rich.console import Console
 from rich.table import Table
 from torch import nn
@@ -42,9 +48,9 @@ Step = Callable[[], None]
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
-    parser.add_argument("--rows", type=int, default=12, help="of 1024 tokens in a step")
+    parser.add_argument("--rows", type=positive, default=12, help="rows of 1024 tokens in a step")
     parser.add_argument("--bf16", action="store_true", help="weights in bf16, without torch.autocast")
-    parser.add_argument("--json", default="", help="write the rows to this file too")
+    parser.add_argument("--json", type=output_file, help="also write the rows to this file")
     asked = parser.parse_args()
     calls, memory = {}, {}
     for name, make in _variants(asked.bf16).items():
@@ -67,7 +73,7 @@ def main() -> None:
 
 
 def _variants(bf16: bool) -> dict[str, Callable[[bool, int], Step]]:
-    """What makes each: from whether weights are in bf16, and a number of rows, to a step."""
+    """Return a function for each variant, from a flag for bf16 weights and a number of rows to a step."""
     kernels = {
         "math": SDPBackend.MATH,
         "memory-efficient": SDPBackend.EFFICIENT_ATTENTION,
@@ -134,7 +140,7 @@ def _step(model: nn.Module, bf16: bool, rows: int, around: Callable[[], Any]) ->
 
 
 def _prepared(make: Callable[[int], Step], rows: int) -> tuple[Step, tuple[int, int]]:
-    """A step that has been run, the MiB that it takes with its model, and the rows that would fit."""
+    """Return a warmed-up step, the MiB that it takes with its model, and the number of rows that fit."""
     before = _taken()
     step = make(rows)
     weights = _taken() - before
@@ -149,7 +155,7 @@ def _prepared(make: Callable[[int], Step], rows: int) -> tuple[Step, tuple[int, 
 
 
 def _taken() -> float:
-    """MiB that PyTorch holds, with tensors in them."""
+    """Return the MiB of tensors that PyTorch holds."""
     gc.collect()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()

@@ -1,19 +1,25 @@
-"""Train on the GPUs at hand: te_transform against what others do, a line for each as soon as it is measured.
+"""Train on the available GPUs, and compare te_transform with other tools.
 
     torchrun --nproc-per-node 8 benchmarks/node.py --config llama3-8b [--layers 16] [--json rows.jsonl]
     python benchmarks/node.py --config gpt2 --tokens 12288                       # one GPU
     torchrun --nproc-per-node 2 benchmarks/node.py --config tiny --device cpu    # try it without a GPU
 
-Any causal language model of transformers: its weights, gradients and fused AdamW are in bf16, its weights
-random, its batches a Markov chain. Contenders take turns, each in processes of its own with empty compile
-caches, on the same weights and batches, so losses can be compared. A contender that fails on a rank is ended
-on all of them, and its line says why. Before it is sharded, the model must fit one GPU.
+The model is any causal language model of transformers. Weights, gradients and fused AdamW are in bf16. The
+weights are random, and a Markov chain makes the batches. Contenders take turns, each in new processes with
+empty compile caches, on the same weights and batches: losses can be compared. If a contender fails on a
+rank, it ends on all ranks, and its line has the reason. The model must fit one GPU before it is sharded.
+Each line is printed once it is measured. Nothing is asserted.
 
-Half of the steps warm up. Tokens/s/GPU are those of the median step of the other half, on the slowest rank.
-Peak memory is that of tensors, in all steps. "40 + 12 s" is the time to the end of the first step, and what
-later steps took to compile or record. MFU counts 6 FLOPs per token for each parameter but embeddings, and
-12 * layers * width * length / 2 for causal attention, over the bf16 peak of the GPU, also in FP8; what
-activation checkpoints repeat does not count. The loss is that of the last step. Nothing is asserted.
+| column | meaning |
+| --- | --- |
+| tokens/s/GPU | of the median step of the second half of the steps, on the slowest rank |
+| peak memory | of tensors, in all steps |
+| 40 + 12 s | time to the end of the first step, and the compile and recording time of later steps |
+| MFU | 6 FLOPs per token and parameter without embeddings, and for causal attention, see below |
+| loss | of the last step |
+
+Attention counts 12 * layers * width * length / 2 FLOPs. MFU is relative to the bf16 peak of the GPU, also in
+FP8. Work that activation checkpoints repeat does not count.
 """
 
 from __future__ import annotations
@@ -34,14 +40,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from command_line import output_file, positive
 from node_contenders import CONTENDERS, Contender, with_options
 from node_job import TOLD, Row, store_of, tell, work
 from torch.distributed.elastic.multiprocessing.errors import record
 
 
-@record  # torchrun then says which rank failed first
+@record  # reports to torchrun which rank failed first
 def main() -> None:
-    """Let contenders take turns, on all ranks at once."""
+    """Run the contenders one after the other, on all ranks at once."""
     asked = arguments()
     own = hosted_store()  # noqa: F841  as long as this function runs
     ranks, is_first = int(os.environ["WORLD_SIZE"]), os.environ["RANK"] == "0"
@@ -66,23 +73,23 @@ def arguments(told: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     add = parser.add_argument
     add("--config", default="llama3-8b", help="tiny, llama3-8b, a config.json, a model type or a hub's model")
-    add("--layers", type=int, help="instead of the config's")
+    add("--layers", type=positive, help="number of layers instead of the config's")
     add("--set", type=setting, nargs="+", default=[], metavar="KEY=VALUE", help="other changes of the config")
-    add("--tokens", type=int, default=8192, help="of a GPU in a step")
-    add("--length", type=int, help="tokens of a sequence; all, if the model takes so many")
-    add("--steps", type=int, default=20, help="of which the first half warms up")
+    add("--tokens", type=positive, default=8192, help="tokens per GPU and step")
+    add("--length", type=positive, help="tokens of a sequence; all, if the model takes so many")
+    add("--steps", type=positive, default=20, help="steps; the first half warms up")
     add("--learning-rate", type=float, default=1e-4)
     add("--parallel", help="fsdp2, ddp, hsdp:2x4 (replicas x shards) or none; fsdp2 on several GPUs")
     add("--reshard", type=setting_value, default=True, help="fully_shard's: True, False or a number of ranks")
     add("--checkpoint", action="store_true", help="activation checkpoints around each layer")
     add("--device", choices=["cuda", "cpu"], default="cuda")
-    add("--only", default="", help="contenders with one of these words, by commas, in their names")
+    add("--only", default="", help="comma-separated parts of contenders' names")
     add(
         "--convert", type=settings, action="append", default=[], metavar="KEY=VALUE,...",
         help="one more contender: te_transform with these options of convert()",
     )  # fmt: skip
-    add("--json", help="add each row to this file, a line each")
-    add("--plot", help="draw the rows into this file, if matplotlib is installed")
+    add("--json", type=output_file, help="add each row to this file, a line each")
+    add("--plot", type=output_file, help="draw the rows into this file, if matplotlib is installed")
     asked = parser.parse_args(told)
     if asked.steps < 3:
         parser.error(f"expected --steps of at least 3, got {asked.steps}; the first half warms up")
@@ -135,9 +142,10 @@ def chosen(asked: argparse.Namespace) -> dict[str, Contender]:
 
 
 def hosted_store() -> dist.Store | None:
-    """Return a store for all ranks, which lives as long as its owner; None if torchrun's or rank 0's is used.
+    """Return a store for all ranks, which lives as long as its owner.
 
-    Without torchrun, set what it would set for one process.
+    Return None if torchrun's or rank 0's store is used. Without torchrun, set torchrun's variables for one
+    process.
     """
     if "RANK" not in os.environ:
         os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
@@ -150,10 +158,10 @@ def hosted_store() -> dist.Store | None:
 
 
 def turn(asked: argparse.Namespace, name: str, contender: Contender) -> Row:
-    """Run a contender in a new process on each rank. Return its row once all of them have ended.
+    """Run a contender in a new process on each rank. Return its row once all have ended.
 
-    A rank that fails says why in the store; all others see it there and end their processes, whatever
-    collective these wait in.
+    A rank that fails writes its reason to the store. All other ranks read it there and end their processes,
+    even if they wait in a collective.
     """
     absent = [package for package in contender.packages if find_spec(package) is None]
     if absent:
@@ -178,9 +186,10 @@ def turn(asked: argparse.Namespace, name: str, contender: Contender) -> Row:
 
 
 def failed(name: str, told: str) -> Row:
-    """Return the row of a contender from what its ranks told, a JSON line each, in the order of time.
+    """Return the row of a contender from the messages of its ranks: JSON lines in the order of time.
 
-    The first error counts, with the ranks that have the same, and each process that ended without a word.
+    The row has the first error, the ranks with the same error, and the processes that ended without a
+    message.
     """
     errors = [json.loads(each) for each in told.splitlines()]
     ranks: dict[str, list[str]] = {}
@@ -192,7 +201,7 @@ def failed(name: str, told: str) -> Row:
 
 
 def line(row: Row) -> str:
-    """Return a row for reading."""
+    """Return the text of a row."""
     if row.why:
         return f"{row.name:40} did not run: {row.why}"
     mfu = f"{row.mfu:6.1%}" if row.mfu else "     -"

@@ -1,4 +1,4 @@
-"""The contenders of node.py. Each prepares a Hugging Face model for training, in a process of its own."""
+"""Prepare a Hugging Face model for training: the contenders of node.py, each in a process of its own."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 @dataclass(frozen=True)
 class Job:
-    """The model that a contender gets, and how it will be trained."""
+    """The model of a contender, and the mode of its training."""
 
     model: nn.Module
     inputs: dict[str, Tensor]  # of a step
-    mesh: DeviceMesh | None  # that FSDP2 will shard the model over
+    mesh: DeviceMesh | None  # for FSDP2
     checkpoints: bool
 
 
@@ -51,7 +51,7 @@ def by_block(job: Job) -> Prepared:
 
 
 def liger(job: Job) -> Prepared:
-    """Patch the model and its module; the process ends with this contender, and so does the patch."""
+    """Patch the model and its module, until the process of this contender ends."""
     from liger_kernel.transformers import monkey_patch
 
     kind = job.model.config.model_type
@@ -62,7 +62,7 @@ def liger(job: Job) -> Prepared:
 
 
 def torchao(job: Job) -> Prepared:
-    """Swap linears but the head; FSDP2 gathers their shards in FP8. Its scales take one collective a step."""
+    """Swap all linears but the head. FSDP2 gathers shards in FP8, and all scales in one collective a step."""
     from torchao.float8 import (
         Float8LinearConfig,
         convert_to_float8_training,
@@ -86,7 +86,7 @@ def torchao(job: Job) -> Prepared:
 
 
 def hand_port(job: Job, recipe: str) -> Prepared:
-    """Put te.TransformerLayer in the place of Llama's decoder layers."""
+    """Replace Llama's decoder layers by te.TransformerLayer."""
     import hand_port as port
     import transformer_engine.pytorch as te
     from transformers import LlamaForCausalLM
@@ -135,6 +135,6 @@ CONTENDERS = {
 
 
 def with_options(told: dict[str, Any]) -> dict[str, Contender]:
-    """Return one more contender, te_transform with these options of convert()."""
+    """Return an additional contender: te_transform with these options of convert()."""
     name = "te_transform " + ", ".join(f"{key}={value}" for key, value in told.items())
     return {name: Contender(partial(ours, **told))}

@@ -1,4 +1,4 @@
-"""One contender's training on one rank, in a process of its own, and what was measured of it."""
+"""Train one contender of node.py on one rank, in a process of its own, and measure it."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ TOLD = 3  # the exit code of a process that wrote its error to the store
 
 @dataclass
 class Row:
-    """A contender's numbers of the slowest rank, or why it did not run; 0 is not measured."""
+    """The measurements of a contender on the slowest rank, or why it did not run; 0 if not measured."""
 
     name: str
     why: str = ""
-    tokens_per_second: float = 0.0  # of a GPU, by the median of the second half of the steps
+    tokens_per_second: float = 0.0  # per GPU: the median of the second half of the steps
     low: float = 0.0  # quartiles
     high: float = 0.0
     mfu: float = 0.0
@@ -63,7 +63,7 @@ def work(asked: argparse.Namespace, name: str, contender: Contender) -> None:
         dist.destroy_process_group()
     except BaseException as error:
         tell(store, f"{type(error).__name__}: {' '.join(str(error).split())[:300]}", traceback.format_exc())
-        os._exit(TOLD)  # at once: threads and collectives may wait for ranks that are gone
+        os._exit(TOLD)  # without cleanup: threads and collectives may wait for ended ranks
 
 
 def tell(store: dist.Store, why: str, trace: str = "") -> None:
@@ -91,7 +91,7 @@ def _joined(kind: str, store: dist.Store) -> torch.device:
     if kind == "cuda":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
-        with contextlib.suppress(ImportError, OSError):  # its libraries come before PyTorch loads its cuDNN
+        with contextlib.suppress(ImportError, OSError):  # before PyTorch loads its cuDNN
             import transformer_engine.pytorch  # noqa: F401
     dist.init_process_group(
         "nccl" if kind == "cuda" else "gloo",
@@ -186,11 +186,11 @@ def _step(prepared: Prepared, model: nn.Module, rate: float) -> Callable[[Tensor
 def _train(
     step: Callable[[Tensor], Tensor], data: Tensor, device: torch.device, start: float
 ) -> tuple[list[float], float, float, list[Tensor]]:
-    """Train on all batches. No step but the first waits for the GPU.
+    """Train on all batches. Wait for the GPU after the first step only.
 
     Returns:
         The seconds of each step of the second half, the seconds from `start` to the end of the first step,
-        the seconds that the other steps of the first half took beyond the median, and all losses.
+        the seconds beyond the median in the other steps of the first half, and all losses.
     """
     gc.collect()
     _wait(device)

@@ -1,4 +1,4 @@
-"""The model that node.py trains: its config, batches that it can learn, and the operations of a step."""
+"""Build the model of node.py: its config, batches that it can learn, and the FLOPs of a step."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 PEAKS = {"NVIDIA H100 80GB HBM3": 989e12, "NVIDIA H200": 989e12}  # dense FLOP/s in bf16, data sheets
 STATES, CHOICES = 256, 4  # of the Markov chain
 
-logging.set_verbosity_error()  # shapes are changed freely, which transformers warns of
+logging.set_verbosity_error()  # transformers warns of changed shapes
 
 
 def config_of(name: str, layers: int | None, changes: dict[str, Any]) -> Any:

@@ -1,11 +1,11 @@
-"""Step times of the 1-bit optimizers against DDP with fused AdamW, in one run.
+"""Compare step times of the 1-bit optimizers with DDP and fused AdamW.
 
     torchrun --nproc-per-node 2 benchmarks/onebit.py
     NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=1 torchrun --nproc-per-node 2 benchmarks/onebit.py  # over sockets
     torchrun --nproc-per-node 2 benchmarks/onebit.py --device cpu --layers 1 --width 64  # a dry run
 
-A GPT-2 of 124M parameters with random weights, in bf16, on random tokens. Contenders take turns: in each
-round every contender makes a few steps, and the slowest rank counts. Prints the median step time of each
+The model is a GPT-2 of 124M parameters with random weights, in bf16, on random tokens. In each round, every
+contender makes a few steps, and the slowest rank counts. The script prints the median step time of each
 contender, and the median over rounds of its ratio to DDP. Nothing is asserted.
 """
 
@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from command_line import positive
 from rich.console import Console
 from rich.table import Table
 from torch import nn
@@ -28,20 +29,20 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from te_transform.training import OneBitAdam, OneBitLamb, ZeroOneAdam
 
-LONG = 10**9  # steps: a phase that does not end in this run
-WARM_UP = 3  # steps, before those that are timed
+LONG = 10**9  # steps: longer than this run
+WARM_UP = 3  # steps before the timed steps
 
 
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--layers", type=int, default=12)
-    parser.add_argument("--width", type=int, default=768)
-    parser.add_argument("--rows", type=int, default=8, help="sequences of each rank and step")
-    parser.add_argument("--length", type=int, default=1024)
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--steps", type=int, default=4, help="of each contender and round")
+    parser.add_argument("--layers", type=positive, default=12)
+    parser.add_argument("--width", type=positive, default=768)
+    parser.add_argument("--rows", type=positive, default=8, help="sequences per rank and step")
+    parser.add_argument("--length", type=positive, default=1024)
+    parser.add_argument("--rounds", type=positive, default=9)
+    parser.add_argument("--steps", type=positive, default=4, help="steps per contender and round")
     asked = parser.parse_args()
     device = torch.device(asked.device, int(os.environ["LOCAL_RANK"]) if asked.device == "cuda" else None)
     if asked.device == "cuda":
@@ -56,7 +57,7 @@ def main() -> None:
 
 
 def optimizers() -> dict[str, Callable[[nn.Module], torch.optim.Optimizer]]:
-    """The contenders, the first of which is what ratios are to."""
+    """Return the contenders by name. Ratios are relative to the first."""
     return {
         "DDP, fused AdamW": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True),
         "OneBitAdam, warm-up": lambda model: OneBitAdam(model.parameters(), lr=1e-4, freeze_step=LONG),
@@ -108,7 +109,7 @@ def contender(make: Callable[[nn.Module], Any], asked: argparse.Namespace, devic
 
 
 def timed(step: Callable[[], None], steps: int, device: torch.device) -> float:
-    """Return the seconds of one of so many steps, on the slowest rank."""
+    """Return the seconds of a step among `steps` steps, on the slowest rank."""
     dist.barrier()
     _wait(device)
     begin = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Draw what te_speed.py measured: a bar for each contender, with its quartiles.
+"""Draw the measurements of te_speed.py: a bar for each contender, with its quartiles.
 
 python benchmarks/plot_speed.py layer.json llama.json docs/te_speed.svg
 """
@@ -6,28 +6,32 @@ python benchmarks/plot_speed.py layer.json llama.json docs/te_speed.svg
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 
 import matplotlib.pyplot as plt
+from command_line import json_file, output_file
 
 
 def main() -> None:
-    """One panel for each file, named after it."""
+    """Draw a panel for each file, named after the file."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("rows", nargs="+", help="files that te_speed.py --json wrote")
-    parser.add_argument("plot", help="the picture to write")
+    parser.add_argument("rows", type=rows_in, nargs="+", help="files that te_speed.py --json wrote")
+    parser.add_argument("plot", type=output_file, help="the picture to write")
     asked = parser.parse_args()
-    files = [Path(name) for name in asked.rows]
-    figure, panels = plt.subplots(1, len(files), figsize=(6.5 * len(files), 4.5), squeeze=False)
-    for panel, file in zip(panels[0], files, strict=True):
-        draw(panel, file.stem, json.loads(file.read_text()))
+    figure, panels = plt.subplots(1, len(asked.rows), figsize=(6.5 * len(asked.rows), 4.5), squeeze=False)
+    for panel, (title, rows) in zip(panels[0], asked.rows, strict=True):
+        draw(panel, title, rows)
     figure.tight_layout()
     figure.savefig(asked.plot)
 
 
+def rows_in(file: str) -> tuple[str, list[dict]]:
+    """Return the name and the rows of a file."""
+    return Path(file).stem, json_file(file)
+
+
 def draw(panel: plt.Axes, title: str, rows: list[dict]) -> None:
-    """Milliseconds of a step, the slowest on top."""
+    """Draw the milliseconds of a step, the slowest contender on top."""
     rows = sorted(rows, key=lambda row: row["median"])
     bars(panel, [row["name"] for row in rows], [(row["low"], row["median"], row["high"]) for row in rows])
     panel.set_title(f"{title}, forward and backward")

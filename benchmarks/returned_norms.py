@@ -1,13 +1,15 @@
-"""Norms that others read too, on a Hopper GPU: in fused ops that return them, and where none of these does.
+"""Compare fused ops that return their norm with separate modules, on a Hopper GPU.
 
     python benchmarks/returned_norms.py [BERT Cohere] [--widths 1024 2048] [--tokens 16384 32768]
                                         [--recipes bf16 fp8-delayed fp8-current]
 
-BERT's residuals read its norms; Cohere's attention and MLP read one, so that without norms that are
-returned one product has q, k, v, gate and up, and the MLP is not fused. transformers' models of six layers
-and of four, without heads, bf16, rows of 512 tokens and of 2048, without padding and dropout. All products
-run in the recipe, also those of calls that are too small for it by default. ms of a step, each of several in
-a row, by turns in one process; ratios are to the original's. Nothing is asserted.
+In these models, the residual also reads the norm (BERT), or attention and MLP read the same norm (Cohere).
+Without returned norms, Cohere's q, k, v, gate and up become one product, and the MLP is not fused.
+
+BERT has six layers and rows of 512 tokens, Cohere four layers and rows of 2048. Both are transformers models
+without head, padding and dropout, in bf16. All products run in the recipe, also in calls below the size
+limit. Times are milliseconds of a step among consecutive steps, by turns in one process. Ratios are relative
+to the original. Nothing is asserted.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from typing import Any
 import measure
 import torch
 import transformer_engine.pytorch  # noqa: F401  before PyTorch loads a cuDNN of its own
+from command_line import positive
 from rich.console import Console
 from rich.table import Table
 from torch import nn
@@ -35,7 +38,7 @@ ROUNDS, STEPS = 7, 5
 
 
 def apart(rule: te_transform.Rule) -> te_transform.Rule:
-    """The rule, without ops that return norms, and what there is for them."""
+    """Return the rule without ops that return norms."""
     merges = isinstance(rule.pattern, Siblings)
     pattern = Siblings(rule.pattern.target, rule.pattern.role) if merges else rule.pattern
     return replace(rule, shares=(), pattern=pattern)
@@ -47,9 +50,9 @@ APART = tuple(map(apart, te_transform.PIPELINE))
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
-    parser.add_argument("models", nargs="*", choices=[*MODELS, []], help="all if none is given")
-    parser.add_argument("--widths", nargs="+", type=int, default=(1024, 2048))
-    parser.add_argument("--tokens", nargs="+", type=int, default=(16384, 32768), help="in a step")
+    parser.add_argument("models", nargs="*", choices=[*MODELS, []], help="default: all")
+    parser.add_argument("--widths", nargs="+", type=positive, default=(1024, 2048))
+    parser.add_argument("--tokens", nargs="+", type=positive, default=(16384, 32768), help="tokens of a step")
     parser.add_argument("--recipes", nargs="+", default=("fp8-delayed", "fp8-current"))
     asked = parser.parse_args()
     table = Table(title=f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
@@ -65,7 +68,7 @@ def main() -> None:
 
 
 def milliseconds(name: str, recipe: str, width: int, tokens: int) -> dict[str, list[float]]:
-    """Of the original, of the one with norms apart, and with norms returned, by mode."""
+    """Return the times of the original, with separate norms, and with returned norms, by mode."""
     gc.collect()
     torch.cuda.empty_cache()
     torch._dynamo.reset()
@@ -83,7 +86,7 @@ def milliseconds(name: str, recipe: str, width: int, tokens: int) -> dict[str, l
 
 
 def bert(width: int) -> nn.Module:
-    """Six layers, random weights."""
+    """Return six layers with random weights."""
     import transformers
 
     config = transformers.BertConfig(
@@ -98,7 +101,7 @@ def bert(width: int) -> nn.Module:
 
 
 def cohere(width: int) -> nn.Module:
-    """Four layers, random weights."""
+    """Return four layers with random weights."""
     import transformers
 
     config = transformers.CohereConfig(
@@ -113,12 +116,12 @@ def cohere(width: int) -> nn.Module:
     return transformers.CohereModel(config)
 
 
-# what makes it, and the tokens of a row
+# the function that builds the model, and the tokens of a row
 MODELS: dict[str, tuple[Callable[[int], nn.Module], int]] = {"BERT": (bert, 512), "Cohere": (cohere, 2048)}
 
 
 def training_step(model: nn.Module, ids: torch.Tensor) -> Callable[[], Any]:
-    """Forward and backward."""
+    """Run a forward and its backward."""
 
     def step() -> None:
         out = model(ids).last_hidden_state
@@ -129,7 +132,7 @@ def training_step(model: nn.Module, ids: torch.Tensor) -> Callable[[], Any]:
 
 
 def inference_step(model: nn.Module, ids: torch.Tensor) -> Callable[[], Any]:
-    """A forward without gradients."""
+    """Run a forward without gradients."""
 
     def step() -> None:
         with torch.no_grad():
@@ -139,7 +142,7 @@ def inference_step(model: nn.Module, ids: torch.Tensor) -> Callable[[], Any]:
 
 
 def timed(steps: list[Callable[[], Any]]) -> list[float]:
-    """The medians, by turns."""
+    """Return the median times, measured by turns."""
     samples: list[list[float]] = [[] for _ in steps]
     for step in steps:
         measure.in_a_row(step, STEPS)

@@ -1,10 +1,10 @@
-"""Serving a Hugging Face Llama: prefill, one token after the other with a static cache, and generate(), in
-bf16, in FP8, and with weights that are held in FP8 alone, on a Hopper GPU.
+"""Compare serving of a Hugging Face Llama on a Hopper GPU, in bf16, in FP8, and with FP8-only weights.
 
     python benchmarks/serving.py [--only prefill token generate] [--batches 1 16] [--layers 8] [--json PATH]
 
-Layers of the 8B shape, a vocabulary of 32,000. The contenders of a line are timed by turns in one process,
-several calls in a row; beside it stands what a call takes that is waited for. Nothing is asserted.
+The calls are a prefill, single tokens with a static cache, and generate(). Layers have the 8B shape, with a
+vocabulary of 32,000. The contenders of a line take turns in one process. Times are of consecutive calls;
+each line also has the time of a call that is waited for. Nothing is asserted.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing import Any
 import measure
 import torch
 import transformer_engine.pytorch  # noqa: F401  before PyTorch loads a cuDNN of its own
+from command_line import output_file, positive
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
@@ -32,7 +33,7 @@ import te_transform
 
 VOCABULARY, WIDTH, FFN, HEADS, GROUPS = 32000, 4096, 14336, 32, 8
 PREFILL = (2, 4096)
-PROMPT, NEW_TOKENS = 128, 64  # of the generations; a cache has room for both, and for what is timed
+PROMPT, NEW_TOKENS = 128, 64  # tokens of generate(); the cache also has room for the timed tokens
 CACHE = 1024
 ROUNDS, IN_A_ROW = 9, 32
 
@@ -62,9 +63,11 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("--only", nargs="+", default=[*WAYS], choices=WAYS)
-    parser.add_argument("--batches", nargs="+", type=int, default=[1, 16], help="of tokens and generations")
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--json", default="", help="write the rows to this file too")
+    parser.add_argument(
+        "--batches", nargs="+", type=positive, default=[1, 16], help="rows per token and generation"
+    )
+    parser.add_argument("--layers", type=positive, default=8)
+    parser.add_argument("--json", type=output_file, help="also write the rows to this file")
     asked = parser.parse_args()
     original, rows = _llama(asked.layers), []
     for what in asked.only:
@@ -91,7 +94,7 @@ def _llama(layers: int) -> nn.Module:
 
 
 def _lines(original: nn.Module, what: str, batch: int) -> list[dict[str, Any]]:
-    """The contenders of one line, prepared one after the other and timed by turns."""
+    """Yield the rows of the contenders of one line, prepared one after the other and timed by turns."""
     torch._dynamo.reset()
     steps: dict[str, Step] = {}
     for name, make in _contenders(original, what, batch).items():
@@ -127,11 +130,11 @@ def _lines(original: nn.Module, what: str, batch: int) -> list[dict[str, Any]]:
 
 
 def _contenders(original: nn.Module, what: str, batch: int) -> dict[str, Callable[[], Step]]:
-    """What makes each contender's step, by name; the original's are the first two."""
+    """Return a function that makes each contender's step, by name. The first two are the original's."""
     step = {"prefill": _prefill, "token": _token, "generate": _generation}[what]
     if what == "prefill":
         compiled = {"torch.compile": lambda: step(torch.compile(copy.deepcopy(original)), batch)}
-    elif what == "token":  # as generate() compiles it
+    elif what == "token":  # with the options of generate()
         compiled = {"transformers' compile": lambda: step(original, batch, original.get_compiled_call(None))}
     else:
         compiled = {"transformers' compile": lambda: step(original, batch, disable_compile=False)}
@@ -148,7 +151,7 @@ def _converted(original: nn.Module, step: Callable[..., Step], batch: int, optio
     model = te_transform.convert(copy.deepcopy(original), ids, verify=False, inplace=True, **asked)
     if "alone" in options:
         with torch.no_grad():
-            model(torch.randint(VOCABULARY, PREFILL, device="cuda"))  # shows which products run in FP8
+            model(torch.randint(VOCABULARY, PREFILL, device="cuda"))  # finds the products that run in FP8
         held = te_transform.quantize_weights(model)
         print(f"{len(held.names)} weights in FP8 alone", flush=True)
     return step(model, batch)
@@ -165,7 +168,7 @@ def _prefill(model: nn.Module, batch: int) -> Step:
 
 
 def _token(model: nn.Module, batch: int, call: Callable[..., Any] | None = None) -> Step:
-    """A call of one token for each of the sequences, which are as long as the cache allows by then."""
+    """Return a call of one token per sequence; the sequences grow until the cache is full."""
     cache = StaticCache(config=model.config, max_cache_len=CACHE)
     ids = torch.randint(VOCABULARY, (batch, PROMPT), device="cuda")
     given, call = ids[:, -1:].clone(), call or model
@@ -177,7 +180,7 @@ def _token(model: nn.Module, batch: int, call: Callable[..., Any] | None = None)
     def step() -> Tensor:
         nonlocal length
         length += 1
-        if length == CACHE:  # back to the prompt, which is still there
+        if length == CACHE:  # back to the prompt, which the cache still holds
             length = PROMPT
             for layer in cache.layers:
                 layer.cumulative_length.fill_(PROMPT)
@@ -197,7 +200,7 @@ def _generation(model: nn.Module, batch: int, disable_compile: bool = True) -> S
 
 
 def _table(rows: list[dict[str, Any]]) -> Table:
-    """Each beside the eager original and the compiled one, of the same line."""
+    """Return a table with the ratios to the eager and the compiled original of the same line."""
     table = Table(title=f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
     for column in ("", "batch", "", "ms", "to eager", "to compiled", "ms, waited for"):
         table.add_column(column)

@@ -1,10 +1,15 @@
-"""Ops of models of 2026 alone, on a GPU: TE's op against the operations of the model, forward and backward.
+"""Compare single ops of models of 2026 on a GPU: TE's op and PyTorch's operations, forward and backward.
 
     python benchmarks/single_ops.py [router pairs deepseek sequences] [--tokens 8192]
 
-The ops are a router in fp32 (sizes of Qwen3 30B and DeepSeek V3), and rotations: of neighboring columns
-(GLM), of neighbors that move half a head apart (DeepSeek), and by other angles in each sequence. Times are
-milliseconds of a forward and backward. Contenders take turns in one process. Nothing is asserted.
+| op | from |
+| --- | --- |
+| router | a router in fp32, with the sizes of Qwen3 30B and DeepSeek V3 |
+| pairs | a rotation of neighboring columns (GLM) |
+| deepseek | a rotation of neighboring columns, which moves them half a head apart (DeepSeek) |
+| sequences | a rotation by other angles in each sequence |
+
+Times are milliseconds of a forward and backward. Contenders take turns in one process. Nothing is asserted.
 """
 
 from __future__ import annotations
@@ -16,6 +21,7 @@ from collections.abc import Callable, Iterator
 import measure
 import torch
 import transformer_engine.pytorch  # noqa: F401  before PyTorch loads a cuDNN of its own
+from command_line import positive
 from torch import Tensor
 
 from te_transform.backends import plain, te
@@ -27,8 +33,8 @@ Step = Callable[[], None]
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
-    parser.add_argument("ops", nargs="*", choices=[*OPS, []], help="all if none is given")
-    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("ops", nargs="*", choices=[*OPS, []], help="default: all")
+    parser.add_argument("--tokens", type=positive, default=8192)
     asked = parser.parse_args()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {asked.tokens:,} tokens")
     for name in asked.ops or OPS:

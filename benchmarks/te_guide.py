@@ -1,22 +1,24 @@
-"""The layer of Transformer Engine's performance guide on two GPUs, put in by hand and by te_transform.
+"""Compare te_transform with a hand port of the layer in TE's performance guide, on two GPUs.
 
     python benchmarks/te_guide.py [--settings 'layer;tensor'] [--rounds 9] [--json PATH]
     python benchmarks/te_guide.py --device cpu --hidden 64 --length 32  # a dry run, ours alone
 
-The guide's encoder layer: hidden 4096, 32 heads, ffn 16384, 2048 x 4 tokens, no mask, here without dropout,
-in bf16 and in FP8 with delayed scaling. Settings, each with all contenders by turns:
+The layer is the guide's encoder layer: hidden 4096, 32 heads, ffn 16384, 2048 x 4 tokens, no mask. It runs
+without dropout, in bf16 and in FP8 with delayed scaling. In each setting, all contenders take turns:
 
-    layer     forward and backward, on each GPU for itself
-    data      the same under DDP, 2048 x 4 tokens a GPU
-    tensor    divided by tensor and sequence parallelism, the same 2048 x 4 tokens for both GPUs
-    fused     gradients of 4 micro-batches, which kernels add to buffers in fp32, on each GPU for itself
-    cached    the same, with weights that are cast to FP8 once
-    tensor, fused, cached    all of it
+| setting | measures |
+| --- | --- |
+| layer | forward and backward, on each GPU alone |
+| data | the same under DDP, with 2048 x 4 tokens per GPU |
+| tensor | tensor and sequence parallelism, with the same 2048 x 4 tokens for both GPUs |
+| fused | gradients of 4 micro-batches, which kernels add to buffers in fp32, on each GPU alone |
+| cached | the same, with weights that are cast to FP8 once |
+| tensor, fused, cached | all of these |
 
-Times are medians of the slowest process, of one micro-batch where there are several; ratios are to the hand
-port in the same precision and setting. Divided by hand, the layer reads and returns shards of the tokens, as
-in the guide; what te_transform divides reads and returns all of them, which is an exchange more. A contender
-that cannot run is a row that says why. Nothing is asserted.
+Times are medians of the slowest process, per micro-batch. Ratios are to the hand port in the same precision
+and setting. The divided hand port reads and returns shards of the tokens, as in the guide. te_transform's
+divided layer reads and returns all tokens, which takes one more collective. If a contender cannot run, its
+row has the reason. Nothing is asserted.
 """
 
 from __future__ import annotations
@@ -32,10 +34,11 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent))  # for the layer, which is the tests'
+sys.path.insert(0, str(Path(__file__).parent.parent))  # to import the layer of the tests
 
 import torch
 import torch.distributed as dist
+from command_line import output_file, positive
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
@@ -54,7 +57,7 @@ SETTINGS = ("layer", "data", "tensor", "fused", "cached", "tensor, fused, cached
 
 @dataclass
 class Job:
-    """What a contender is to do."""
+    """The work of a contender."""
 
     setting: str
     precision: str
@@ -75,7 +78,7 @@ class Job:
         return MICRO_BATCHES if "fused" in self.setting or "cached" in self.setting else 1
 
     def layer(self) -> nn.Module:
-        """The original, the same in each process."""
+        """Return the original layer, which is the same in each process."""
         torch.manual_seed(0)
         with self.x.device:
             made = BasicLayer(self.hidden, 4 * self.hidden, HEADS, attention_dropout=0.0, hidden_dropout=0.0)
@@ -88,7 +91,7 @@ class Job:
 
 
 def by_hand(job: Job) -> Callable[[], None]:
-    """A step of te.TransformerLayer, told all that the guide tells it."""
+    """Return a step of te.TransformerLayer with the guide's options."""
     import hand_port
 
     group = dist.group.WORLD if job.is_divided else None
@@ -113,7 +116,7 @@ def by_hand(job: Job) -> Callable[[], None]:
             hand_port.sum_shared(layer, group)
         for parameter in layer.parameters():
             parameter.grad = None
-        # the first micro-batch overwrites what it adds to where it is told that it is the first
+        # the flag makes the first micro-batch overwrite the buffers
         if adds and not keeps:
             torch._foreach_zero_([parameter.main_grad for parameter in layer.parameters()])
 
@@ -121,7 +124,7 @@ def by_hand(job: Job) -> Callable[[], None]:
 
 
 def loaded(layer: nn.Module, source: nn.Module, group: dist.ProcessGroup | None) -> nn.Module:
-    """The layer with this rank's share of the original's weights."""
+    """Return the layer with this rank's shards of the original's weights."""
     from hand_port import share
 
     own, its = layer.self_attention, layer.layernorm_mlp
@@ -148,7 +151,7 @@ def loaded(layer: nn.Module, source: nn.Module, group: dist.ProcessGroup | None)
 def ours(
     job: Job, compile: bool = False, graphs: bool = False, accumulates: bool = True
 ) -> Callable[[], None]:
-    """A step of the original, converted; kernels add gradients to buffers if it `accumulates`."""
+    """Return a step of the converted layer. With `accumulates`, kernels add gradients to buffers."""
     backend = "te" if job.x.is_cuda else "torch"
     options = {"recipe": job.recipe, "compile": compile, "graphs": graphs, "verify": False, "inplace": True}
     converted = te_transform.convert(job.layer(), job.x, backend=backend, **options)
@@ -186,19 +189,19 @@ def main() -> None:
     """Measure, and print."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--gpus", type=int, default=2, help="processes")
-    parser.add_argument("--settings", default=";".join(SETTINGS), help="which of these, by semicolons")
-    parser.add_argument("--hidden", type=int, default=4096)
-    parser.add_argument("--length", type=int, default=2048)
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--json", default="", help="add a line for each row to this file")
+    parser.add_argument("--gpus", type=positive, default=2, help="processes")
+    parser.add_argument("--settings", default=";".join(SETTINGS), help="settings, separated by semicolons")
+    parser.add_argument("--hidden", type=positive, default=4096)
+    parser.add_argument("--length", type=positive, default=2048)
+    parser.add_argument("--rounds", type=positive, default=9)
+    parser.add_argument("--json", type=output_file, help="add a line for each row to this file")
     asked = parser.parse_args()
     if unknown := {*asked.settings.split(";")} - {*SETTINGS}:
         parser.error(f"there is no setting {', '.join(unknown)}, one of {'; '.join(SETTINGS)} is needed")
     with tempfile.TemporaryDirectory() as folder:
         try:
             torch.multiprocessing.spawn(work, (asked, folder), nprocs=asked.gpus)
-        except Exception as error:  # which leaves the rows before it
+        except Exception as error:  # the rows before the error are kept
             print(f"ended: {str(error)[-2000:]}", flush=True)
         done = Path(folder, "rows.jsonl")
         lines = done.read_text().splitlines() if done.exists() else []
@@ -211,7 +214,7 @@ def main() -> None:
 
 
 def work(rank: int, asked: argparse.Namespace, folder: str) -> None:
-    """What each process does."""
+    """Run the settings in one process."""
     device = joined(rank, asked.device, asked.gpus, folder)
     for setting in asked.settings.split(";"):
         for row in measured(asked, setting, device):
@@ -221,7 +224,7 @@ def work(rank: int, asked: argparse.Namespace, folder: str) -> None:
 
 
 def measured(asked: argparse.Namespace, setting: str, device: torch.device) -> Iterator[Row]:
-    """The rows of a setting; ratios are to the hand port in the same precision."""
+    """Return the rows of a setting. Ratios are to the hand port in the same precision."""
     torch.manual_seed(1 if setting != "data" else 1 + dist.get_rank())
     x = torch.randn(asked.length, BATCH, asked.hidden, device=device, dtype=torch.bfloat16)
     cotangent = torch.randn_like(x)
@@ -247,14 +250,14 @@ def measured(asked: argparse.Namespace, setting: str, device: torch.device) -> I
 
 
 def of_one(row: Row, micro_batches: int) -> Row:
-    """The row, with the times of one of the micro-batches."""
+    """Return the row with the times per micro-batch."""
     for name in ("median", "low", "high"):
         setattr(row, name, getattr(row, name) / micro_batches)
     return row
 
 
 def prepared(make: Callable[[Job], Callable[[], None]], name: str, job: Job) -> Running | Row:
-    """The contender after some steps; or its row, where one process at least has failed."""
+    """Return the warmed-up contender, or its row if it failed in a process."""
     row = Row(dist.get_world_size(), job.setting, f"{name}, {job.precision}")
     step, before, start = None, allocated(job.x.device), time.time()
     try:
@@ -280,7 +283,7 @@ def write(row: Row, asked: argparse.Namespace, done: Path) -> None:
 
 
 def table(rows: list[Row]) -> Table:
-    """Of all rows."""
+    """Return a table of all rows."""
     made = Table("setting", "contender", "ms", "quartiles", "to the hand port", "peak, GiB")
     for row in rows:
         if row.why:

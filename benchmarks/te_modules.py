@@ -1,12 +1,18 @@
-"""In what products run fastest, uncompiled, in bf16, on a Hopper GPU: as they were captured, in fused ops in
-plain PyTorch, with TE's modules for gated MLPs, and with TE's modules for all fused ops.
+"""Compare four ways to run bf16 products, uncompiled, on a Hopper GPU.
 
     python benchmarks/te_modules.py [MODEL ...] [--widths 2048 4096] [--tokens 2048 8192] [--layers 10]
                                     [--json PATH]
 
-Models as grid.py makes them, each converted once; which ops take TE's modules is set between the calls, all
-else is the same. Times relative to the original's, by turns in one process. Limits in backends/limits.py, and
-`gains` of the fused ops, are by these numbers. Nothing is asserted.
+| column | products run |
+| --- | --- |
+| as captured | as captured |
+| plain PyTorch | in fused ops in plain PyTorch |
+| TE for gated MLPs | in TE's modules for gated MLPs, else in plain PyTorch |
+| TE for all | in TE's modules |
+
+Models are those of grid.py, each converted once; the choice of TE's modules changes between calls. Times are
+relative to the original, by turns in one process. The limits in backends/limits.py and `gains` of the fused
+ops come from these numbers. Nothing is asserted.
 """
 
 from __future__ import annotations
@@ -27,6 +33,7 @@ import grid
 import measure
 import torch
 import transformer_engine.pytorch  # noqa: F401  before PyTorch loads a cuDNN of its own
+from command_line import output_file, positive
 from rich.console import Console
 from rich.table import Table
 
@@ -34,24 +41,24 @@ import te_transform
 from te_transform.backends import limits, plain
 from te_transform.execution.small_batch import SmallBatch
 
-# whether the products run as they were captured, and which fused ops take TE's modules
+# True if products run as captured, and the types of fused ops that run in TE's modules
 WAYS: dict[str, tuple[bool, tuple[type, ...]]] = {
     "as captured": (True, ()),
     "plain PyTorch": (False, ()),
     "TE for gated MLPs": (False, (plain.LayerNormMLP,)),
-    "TE for all": (False, (plain.LayerNormLinear,)),  # of which MLPs are a kind
+    "TE for all": (False, (plain.LayerNormLinear,)),  # includes MLPs
 }
-ROUNDS, SAMPLE = 9, 0.02  # samples of each way, by turns, and seconds in each
+ROUNDS, SAMPLE = 9, 0.02  # the number of samples of each contender, and the seconds of a sample
 
 
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
-    parser.add_argument("models", nargs="*", choices=[*grid.MODELS, []], help="all if none is given")
-    parser.add_argument("--widths", nargs="+", type=int, default=(2048, 4096, 8192))
-    parser.add_argument("--tokens", nargs="+", type=int, default=(2048, 8192), help="in a step")
-    parser.add_argument("--layers", type=int, default=0, help="as many as grid.py has if none are given")
-    parser.add_argument("--json", default="", help="write the rows to this file too")
+    parser.add_argument("models", nargs="*", choices=[*grid.MODELS, []], help="default: all")
+    parser.add_argument("--widths", nargs="+", type=positive, default=(2048, 4096, 8192))
+    parser.add_argument("--tokens", nargs="+", type=positive, default=(2048, 8192), help="tokens of a step")
+    parser.add_argument("--layers", type=positive, default=0, help="number of layers (default: grid.py's)")
+    parser.add_argument("--json", type=output_file, help="also write the rows to this file")
     asked = parser.parse_args()
     table = Table(title=f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
     for column in ("model", "mode", "width", "tokens", "original, ms", *WAYS):
@@ -70,7 +77,7 @@ def main() -> None:
 
 
 def milliseconds(point: dict[str, Any]) -> dict[str, float]:
-    """What a step takes, the original's first."""
+    """Return the time of a step of each contender, the original first."""
     torch._dynamo.reset()
     gc.collect()
     torch.cuda.empty_cache()
@@ -95,12 +102,10 @@ def milliseconds(point: dict[str, Any]) -> dict[str, float]:
 
 @contextlib.contextmanager
 def running(as_captured: bool, in_te: tuple[type, ...]) -> Iterator[None]:
-    """Let products run in one of the ways."""
+    """Run products as captured, or in fused ops of which `in_te` run in TE."""
     gains = property(lambda op: isinstance(op, in_te))
     with (
-        patch.object(
-            SmallBatch, "gains_nothing", lambda self, arguments: "asked for" if as_captured else None
-        ),
+        patch.object(SmallBatch, "refuse", lambda self, arguments: "asked for" if as_captured else None),
         patch.object(limits, "break_even_rows", lambda width, in_fp8, in_cuda_graphs=False: 0),
         patch.object(plain.LayerNormLinear, "gains", gains),
         patch.object(plain.LayerNormMLP, "gains", gains),

@@ -1,14 +1,16 @@
-"""te_transform on Transformer Engine against everything else, on a Hopper GPU: forward and backward, bf16
-and FP8.
+"""Compare te_transform on Transformer Engine with other tools: forward and backward on a Hopper GPU.
 
     python benchmarks/te_speed.py layer|llama [--only ours] [--rounds 15] [--profile NAME] [--json PATH]
 
-`layer` is the layer of TE's quickstart (hidden 4096, ffn 16384, 32 heads, 2048 x 4 tokens, no mask),
-`llama` is transformers' LlamaForCausalLM, 8 layers of the 8B shape, 2 x 4096 tokens, vocabulary 32000,
-with its loss. All contenders run by turns in one process, on the same weights; no dropout, gradients
-dropped after each step. Times are medians with quartiles, peak memory is that of a step beside the
-weights of others, errors are of the output, relative to fp32 on the same (bf16) weights. Nothing is
-asserted.
+| subject | model |
+| --- | --- |
+| layer | the layer of TE's quickstart: hidden 4096, ffn 16384, 32 heads, 2048 x 4 tokens, no mask |
+| llama | LlamaForCausalLM with its loss: 8 layers of the 8B shape, 2 x 4096 tokens, vocabulary 32000 |
+
+Contenders run in bf16 and FP8, by turns in one process, on the same weights. There is no dropout, and
+gradients are dropped after each step. Times are medians with quartiles. Peak memory is that of a step,
+without the weights of other contenders. Errors are of the output, relative to fp32 on the same bf16
+weights. Nothing is asserted.
 """
 
 from __future__ import annotations
@@ -27,10 +29,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent.parent))  # for the models, which are the tests'
+sys.path.insert(0, str(Path(__file__).parent.parent))  # to import the models of the tests
 
 import hand_port
 import torch
+from command_line import output_file, positive
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
@@ -40,28 +43,28 @@ import te_transform
 from tests.models.llama import shape_of_8b
 from tests.models.quickstart import BasicLayer
 
-HAND = "hand port"  # what ratios are relative to, of the same precision
+HAND = "hand port"  # ratios are relative to this contender, in the same precision
 IN_GRAPHS = {"compile": True, "graphs": True}
-STEPS = 6  # before the first that counts: delayed scaling finds its scales, CUDA graphs are recorded
+STEPS = 6  # warm-up steps: delayed scaling finds its scales, and CUDA graphs are recorded
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A model to be trained, and how each contender gets it."""
+    """A model to train, and how each contender builds it."""
 
     build: Callable[[], nn.Module]
     inputs: dict[str, Tensor]
     example: dict[str, Tensor]
     port: Callable[[nn.Module], nn.Module]
-    graphed: Callable[[nn.Module, Any], nn.Module]  # of the port, in a recipe: as CUDA graphs of TE's
-    output: Callable[[Any], Tensor]  # what errors are measured on
+    graphed: Callable[[nn.Module, Any], nn.Module]  # makes TE's CUDA graphs of the hand port in a recipe
+    output: Callable[[Any], Tensor]  # selects the tensor whose error is measured
     loss: Callable[[Any], Tensor]
     head: str = ""  # the path of the linear that te_transform keeps out of FP8
 
 
 @dataclass(frozen=True)
 class Row:
-    """One contender; milliseconds, MiB."""
+    """The measurements of a contender, in milliseconds and MiB."""
 
     name: str
     median: float
@@ -113,7 +116,7 @@ def layer() -> Subject:
 
 
 class _Named(nn.Module):
-    """A TE layer, called by the name that the original's argument has."""
+    """A TE layer that is called with the original's argument name."""
 
     def __init__(self, layer: nn.Module, name: str):
         super().__init__()
@@ -142,7 +145,7 @@ SUBJECTS = {"layer": layer, "llama": llama}
 
 
 def contenders(subject: Subject) -> dict[str, Callable[[nn.Module], tuple[nn.Module, hand_port.Context]]]:
-    """By name, what makes of a fresh original a model and the context of its forward."""
+    """Return functions by name that make a model and the context of its forward from a fresh original."""
 
     def plain(model: nn.Module) -> tuple[nn.Module, hand_port.Context]:
         return model, contextlib.nullcontext
@@ -158,7 +161,7 @@ def contenders(subject: Subject) -> dict[str, Callable[[nn.Module], tuple[nn.Mod
         from accelerate import Accelerator
         from accelerate.utils.transformer_engine import convert_model
 
-        Accelerator()  # which convert_model asks for its settings
+        Accelerator()  # convert_model reads its settings
         with torch.no_grad():  # it writes into the weights
             convert_model(model)
         return model.to(torch.bfloat16), hand_port.within(hand_port.RECIPES["fp8-delayed"])
@@ -172,7 +175,7 @@ def contenders(subject: Subject) -> dict[str, Callable[[nn.Module], tuple[nn.Mod
     def ours(recipe: Any, **ways: Any) -> Callable:
         def converted(model: nn.Module) -> tuple[nn.Module, hand_port.Context]:
             options = {"backend": "te", "recipe": recipe, "inplace": True, "verify": False, **ways}
-            # what is compiled or recorded is of one size
+            # compiled and recorded calls have one size
             sample = {k: v.detach() for k, v in subject.inputs.items()} if ways else subject.example
             return te_transform.convert(model, sample, **options), contextlib.nullcontext
 
@@ -204,12 +207,10 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("subject", choices=SUBJECTS)
-    parser.add_argument("--only", default="", help="contenders with one of these, by commas, in their name")
-    parser.add_argument("--rounds", type=int, default=15, help="how often each contender has its turn")
-    parser.add_argument(
-        "--profile", default="", help="print the kernels of the contender of this name, no times"
-    )
-    parser.add_argument("--json", default="", help="write the rows to this file too")
+    parser.add_argument("--only", default="", help="comma-separated parts of contenders' names")
+    parser.add_argument("--rounds", type=positive, default=15, help="number of turns of each contender")
+    parser.add_argument("--profile", default="", help="print the kernels of this contender, no times")
+    parser.add_argument("--json", type=output_file, help="also write the rows to this file")
     asked = parser.parse_args()
     torch.manual_seed(0)
     subject = SUBJECTS[asked.subject]()
@@ -222,7 +223,7 @@ def main() -> None:
     for name, make in chosen.items():
         try:
             steps[name], errors[name] = _prepared(make, original, subject, reference)
-        except Exception as error:  # one that does not run here leaves the others their turn
+        except Exception as error:  # the other contenders still run
             print(
                 f"{name} does not run: {type(error).__name__}: {str(error)[:300]}",
                 file=sys.stderr,
@@ -249,7 +250,7 @@ def _on_gpu(build: Callable[[], nn.Module]) -> nn.Module:
 
 
 def _reference(original: nn.Module, subject: Subject) -> Tensor:
-    """The output in fp32."""
+    """Return the output in fp32."""
     wide = copy.deepcopy(original).float()
     inputs = {k: v.float() if v.is_floating_point() else v for k, v in subject.inputs.items()}
     with torch.no_grad():
@@ -270,7 +271,7 @@ def _prepared(
 
     for _ in range(STEPS):
         step()
-    with context():  # as it runs in a step: a compiler would make another graph of anything else
+    with context():  # in the mode of a step, to use the same compiled graph
         out = subject.output(model(**subject.inputs))
     error = ((out.detach().float() - reference).norm() / reference.norm()).item()
     del out
@@ -279,11 +280,11 @@ def _prepared(
 
 
 def measured(steps: dict[str, Callable[[], None]], errors: dict[str, float], rounds: int) -> list[Row]:
-    """Each contender's times by turns, and its peak memory."""
+    """Return each contender's times, measured by turns, and its peak memory."""
     times: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(rounds):
         for name, step in steps.items():
-            step()  # whoever ran before has left its data in the cache
+            step()  # fills the cache with the data of this contender
             torch.cuda.synchronize()
             start = time.perf_counter()
             step()
@@ -302,7 +303,7 @@ def measured(steps: dict[str, Callable[[], None]], errors: dict[str, float], rou
 
 
 def profiled(step: Callable[[], None]) -> str:
-    """The kernels of three steps, and how much of the time none ran."""
+    """Return a table of the kernels of three steps, and the share of time in which no kernel ran."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as seen:
@@ -326,7 +327,7 @@ def profiled(step: Callable[[], None]) -> str:
 
 
 def _gaps(seen: Any) -> list[str]:
-    """The longest times between two kernels of the last step."""
+    """Return the longest times between two kernels of the last step."""
     kernels = sorted(
         (e.time_range.start, e.time_range.end, e.name)
         for e in seen.events()

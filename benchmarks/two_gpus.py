@@ -1,16 +1,20 @@
-"""Training on two GPUs, and on one of them: te_transform under FSDP2, DDP and divided by tensor and sequence
-parallelism (TP), against what others do.
+"""Compare training on two GPUs, and on one: te_transform and other tools under FSDP2, DDP and TP.
 
     python benchmarks/two_gpus.py [--wraps none,FSDP2,DDP,TP] [--layers 8] [--rounds 9] [--only ours]
     python benchmarks/two_gpus.py --device cpu --layers 1 --width 64  # a dry run
 
-transformers' LlamaForCausalLM, layers of the 8B shape, with its loss and a step of fused AdamW, all in bf16:
-2 x 4096 tokens a GPU, but the same 2 x 4096 for both GPUs where they divide the model. Others: eager, each
-block compiled as torchtitan does, with asynchronous tensor parallelism too, torchao's float8 compiled so,
-which gathers shards in FP8 under FSDP2, and Transformer Engine's layers put in by hand. Contenders take
-turns, a few at a time, the first of them with each few. Times are medians of the slowest process, peak
-memory is that of a GPU with the contender alone. A contender that cannot run is a row that says why. Rows
-are printed, and written by --json, as soon as they are measured. Nothing is asserted.
+TP is tensor and sequence parallelism. The model is LlamaForCausalLM with its loss, with layers of the 8B
+shape, and a step includes fused AdamW. Everything is in bf16. Each GPU gets 2 x 4096 tokens; under TP, both
+GPUs share the same 2 x 4096 tokens. The other contenders:
+
+- eager,
+- each block compiled, as in torchtitan, without and with asynchronous tensor parallelism,
+- torchao's float8, compiled in the same way, which gathers shards in FP8 under FSDP2,
+- Transformer Engine's layers, ported by hand.
+
+Contenders take turns in small groups; the first contender is in each group. Times are medians of the slowest
+process. Peak memory is that of a GPU with the contender alone. If a contender cannot run, its row has the
+reason. Rows are printed, and written by --json, once they are measured. Nothing is asserted.
 """
 
 from __future__ import annotations
@@ -33,6 +37,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from command_line import output_file, positive
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
@@ -59,7 +64,7 @@ Inputs = dict[str, Tensor]
 
 @dataclass
 class Row:
-    """What one contender took: milliseconds, GiB; or why it did not run."""
+    """The measurements of a contender in milliseconds and GiB, or why it did not run."""
 
     gpus: int
     wrap: str
@@ -68,8 +73,8 @@ class Row:
     low: float = 0.0
     high: float = 0.0
     peak: float = 0.0
-    first: str = ""  # the contender that `to_first` is to
-    to_first: float = 0.0  # time over that of the first contender, of neighboring rounds
+    first: str = ""  # the contender that `to_first` is relative to
+    to_first: float = 0.0  # ratio to the time of the first contender, of neighboring rounds
     prepared: float = 0.0  # seconds until it was ready, with compilation
     why: str = ""
     times: list[float] = field(default_factory=list)
@@ -77,15 +82,15 @@ class Row:
 
 @dataclass
 class Made:
-    """A contender's model, and what belongs to its step."""
+    """A contender's model, and the parts of its step."""
 
     model: nn.Module
     inputs: Inputs
-    around: Callable[[], Any] = contextlib.nullcontext  # of forward and backward
+    around: Callable[[], Any] = contextlib.nullcontext  # around forward and backward
     forward: Callable[[], Any] = contextlib.nullcontext
-    sharded: Callable[[nn.Module], None] = lambda _: None  # once FSDP2 has its parameters
-    reduce: Callable[[], None] = lambda: None  # before the optimizer
-    after: Callable[[], None] = lambda: None  # what the optimizer has changed
+    sharded: Callable[[nn.Module], None] = lambda _: None  # called after fully_shard()
+    reduce: Callable[[], None] = lambda: None  # called before the optimizer's step
+    after: Callable[[], None] = lambda: None  # called after the optimizer's step
 
 
 @dataclass
@@ -113,8 +118,10 @@ def divided(
     rows: type = RowwiseParallel,
     whole_input: type = PrepareModuleInput,
 ) -> Made:
-    """The model divided as torchtitan divides its own Llama: residuals are shards of the tokens, logits
-    shards of the vocabulary, of which the loss is computed as they are."""
+    """Divide the model as torchtitan divides its own Llama.
+
+    Residuals are shards of the tokens. Logits are shards of the vocabulary, and the loss reads the shards.
+    """
     mesh = mesh_of(model)
     divide_ends(model, mesh)
     of_layer = {
@@ -135,20 +142,20 @@ def divided(
 
 
 def divide_ends(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Divide the embedding and the head by the vocabulary, and what the last norm reads by tokens."""
+    """Divide embedding and head by the vocabulary, and the input of the last norm by tokens."""
     of_model = {
         "model.embed_tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
         "model.norm": SequenceParallel(use_local_output=True),
         "lm_head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False),
     }
     parallelize_module(model, mesh, of_model)
-    # The embedding returns a tensor that is still to be waited for. A block that is compiled takes it apart,
-    # and its gradient finds no way back (PyTorch 2.13); a copy is an ordinary tensor.
+    # The embedding returns a tensor whose collective may still run. A compiled block unwraps this tensor,
+    # and its gradient is lost (PyTorch 2.13). A copy is an ordinary tensor.
     model.model.embed_tokens.register_forward_hook(lambda _, inputs, output: output.clone())
 
 
 def with_positions(inputs: Inputs) -> Inputs:
-    """With the positions of all tokens, which the model would count on its shard of them."""
+    """Pass the positions of all tokens, because the model would count those of its shard only."""
     ids = inputs["input_ids"]
     return inputs | {"position_ids": torch.arange(ids.shape[1], device=ids.device)[None]}
 
@@ -161,7 +168,7 @@ def by_block(model: nn.Module, wrap: str, inputs: Inputs, **plan: Any) -> Made:
 
 
 def asynchronous(model: nn.Module, wrap: str, inputs: Inputs) -> Made:
-    """Compiled, with products in pieces that overlap with what ranks exchange."""
+    """Compile, with products in pieces that overlap with communication."""
     import torch._inductor.config as inductor
     from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 
@@ -169,7 +176,7 @@ def asynchronous(model: nn.Module, wrap: str, inputs: Inputs) -> Made:
         raise ValueError("asynchronous tensor parallelism is of GPUs that divide a model")
     enable_symm_mem_for_group(dist.group.WORLD.group_name)
     enable_symm_mem_for_group(mesh_of(model).get_group().group_name)
-    inductor._micro_pipeline_tp = True  # until prepared() has compiled it
+    inductor._micro_pipeline_tp = True  # prepared() resets this after the compilation
     return by_block(model, wrap, inputs)
 
 
@@ -202,7 +209,7 @@ def torchao(model: nn.Module, wrap: str, inputs: Inputs) -> Made:
 
 
 def by_hand(model: nn.Module, wrap: str, inputs: Inputs, recipe: str = "bf16") -> Made:
-    """Transformer Engine's layers in the place of the decoder layers."""
+    """Replace the decoder layers by Transformer Engine's layers."""
     import hand_port
 
     forward = hand_port.within(hand_port.RECIPES[recipe])
@@ -225,8 +232,11 @@ def ours(model: nn.Module, wrap: str, inputs: Inputs, recipe: str | None = None,
 
 
 def half_gathered(model: nn.Module, wrap: str, inputs: Inputs, **options: Any) -> Made:
-    """ours, but of matrices half of the bytes are gathered, as many as in FP8, and nothing is made of them:
-    the least that gathering shards in FP8 can take. The matrices stay what they were at first."""
+    """Convert the model, but gather half of the bytes of each matrix, as many as in FP8.
+
+    The gathered bytes are not used, so the matrices keep their first values. This is the least time that
+    gathering shards in FP8 can take.
+    """
     if wrap != "FSDP2":
         raise ValueError(f"{wrap} gathers no parameters")
     made = ours(model, wrap, inputs, **options)
@@ -243,7 +253,7 @@ def gather_half(model: nn.Module) -> None:
 
 
 def extend(parameter: Any) -> None:
-    """By FSDP2's extensions, which are methods of what holds a shard."""
+    """Add FSDP2's extension methods to the class of a shard."""
     shard, whole = parameter._sharded_local_tensor, parameter.sharded_param.full_tensor().detach()
 
     def gives(*_: Any) -> Any:
@@ -272,12 +282,12 @@ MAKE: dict[str, Callable[..., Made]] = {
     "ours, bf16, CUDA graphs": partial(ours, compile=True, graphs=True),
     "ours, fp8-delayed, CUDA graphs": partial(ours, recipe="fp8-delayed", compile=True, graphs=True),
     "ours, fp8-delayed, compiled, half gathered": partial(half_gathered, recipe="fp8-delayed", compile=True),
-    "compiled by block, asynchronous": asynchronous,  # the last: what goes wrong in it ends the process
+    "compiled by block, asynchronous": asynchronous,  # the last contender: its errors end the process
 }
 
 
 def first_of(wrap: str) -> str:
-    """The contender that ratios are to."""
+    """Return the contender that ratios are relative to."""
     if wrap == "TP" and find_spec("transformer_engine"):
         return HAND
     return "torchao float8, compiled by block" if wrap != "TP" and find_spec("torchao") else "eager"
@@ -287,16 +297,16 @@ def main() -> None:
     """Measure on one GPU, then on all, and print."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--gpus", type=int, default=2, help="processes")
-    parser.add_argument("--wraps", default=",".join(WRAPS), help="which of these, by commas; none: one GPU")
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--width", type=int, default=4096)
-    parser.add_argument("--length", type=int, help="tokens of a row; 4096, on a CPU 64")
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--at-once", type=int, default=4, help="contenders in memory at a time")
-    parser.add_argument("--only", default="", help="the first, and contenders named by one of these words")
-    parser.add_argument("--without", default="", help="not the contenders named by one of these words")
-    parser.add_argument("--json", default="", help="add a line for each row to this file")
+    parser.add_argument("--gpus", type=positive, default=2, help="processes")
+    parser.add_argument("--wraps", default=",".join(WRAPS), help="comma-separated settings; none: one GPU")
+    parser.add_argument("--layers", type=positive, default=8)
+    parser.add_argument("--width", type=positive, default=4096)
+    parser.add_argument("--length", type=positive, help="tokens of a row; 4096, on a CPU 64")
+    parser.add_argument("--rounds", type=positive, default=9)
+    parser.add_argument("--at-once", type=positive, default=4, help="contenders in memory at a time")
+    parser.add_argument("--only", default="", help="the first contender, and comma-separated parts of names")
+    parser.add_argument("--without", default="", help="leave out contenders with these parts of names")
+    parser.add_argument("--json", type=output_file, help="add a line for each row to this file")
     asked = parser.parse_args()
     asked.length = asked.length or (4096 if asked.device == "cuda" else 64)
     rows: list[Row] = []
@@ -305,7 +315,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             try:
                 torch.multiprocessing.spawn(work, (asked, gpus, wrap, folder), nprocs=gpus)
-            except Exception as error:  # which leaves the rows before it
+            except Exception as error:  # the rows before the error are kept
                 print(f"{wrap} ended: {str(error)[-2000:]}", flush=True)
             done = Path(folder, "rows.jsonl")
             lines = done.read_text().splitlines() if done.exists() else []
@@ -317,13 +327,13 @@ def main() -> None:
 
 
 def about(asked: argparse.Namespace) -> dict[str, Any]:
-    """What a row was measured with."""
+    """Return the settings of a row."""
     device = torch.cuda.get_device_name() if asked.device == "cuda" else "CPU"
     return {"device": device, "torch": torch.__version__, "layers": asked.layers, "width": asked.width}
 
 
 def work(rank: int, asked: argparse.Namespace, gpus: int, wrap: str, folder: str) -> None:
-    """What each process does."""
+    """Run the contenders in one process."""
     device = joined(rank, asked.device, gpus, folder)
     for row in measured(asked, wrap, device):
         if rank == 0:
@@ -332,10 +342,10 @@ def work(rank: int, asked: argparse.Namespace, gpus: int, wrap: str, folder: str
 
 
 def joined(rank: int, kind: str, gpus: int, folder: str) -> torch.device:
-    """This process's device, once it is one of the group; one that hangs ends after three minutes."""
+    """Join the group, and return the device. A collective that hangs ends after three minutes."""
     device = torch.device(kind, rank) if kind == "cuda" else torch.device("cpu")
     if kind == "cuda":
-        import transformer_engine.pytorch  # noqa: F401, whose libraries have to be loaded before any model runs
+        import transformer_engine.pytorch  # noqa: F401  loads its libraries first
 
         torch.cuda.set_device(device)
     else:
@@ -368,7 +378,7 @@ def named(words: str, name: str) -> bool:
 
 
 def measured(asked: argparse.Namespace, wrap: str, device: torch.device) -> Iterator[Row]:
-    """Each contender's row, the first one's once."""
+    """Yield each contender's row; the first contender's once."""
     first = first_of(wrap)
     others = [name for name in MAKE if name != first and (not asked.only or named(asked.only, name))]
     others = [name for name in others if not named(asked.without, name)]
@@ -395,7 +405,7 @@ def take_turns(running: Iterable[Running], rounds: int, device: torch.device) ->
 
 
 def forget(device: torch.device) -> None:
-    """Free what contenders held."""
+    """Free the memory of contenders."""
     torch._dynamo.reset()
     gc.collect()
     if device.type == "cuda":
@@ -403,7 +413,7 @@ def forget(device: torch.device) -> None:
 
 
 def prepared(asked: argparse.Namespace, wrap: str, name: str, device: torch.device) -> Running | Row:
-    """The contender after three steps; or its row, where one process at least has failed."""
+    """Return the contender after three steps, or its row if it failed in a process."""
     import torch._inductor.config as inductor
 
     row, made, before, start = Row(dist.get_world_size(), wrap, name), None, allocated(device), time.time()
@@ -421,7 +431,7 @@ def prepared(asked: argparse.Namespace, wrap: str, name: str, device: torch.devi
 
 
 def agreed(why: str) -> str:
-    """The first process's reason of those that have one."""
+    """Return the reason of the first process that has a reason."""
     reasons: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(reasons, why)
     return next((why for why in reasons if why), "")
@@ -430,7 +440,7 @@ def agreed(why: str) -> str:
 def built(
     asked: argparse.Namespace, wrap: str, name: str, device: torch.device
 ) -> tuple[Callable[[], None], int, nn.Module]:
-    """A training step of the contender, a place for the bytes that it holds, and its model."""
+    """Return the contender's training step, a list for the bytes that it holds, and its model."""
     config = LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=asked.width,
@@ -465,7 +475,7 @@ def built(
 
 
 def groups(model: nn.Module) -> list[dict[str, Any]]:
-    """The parameters for an optimizer, which updates DTensors and others apart."""
+    """Return the parameters in groups for an optimizer, which updates DTensors and tensors separately."""
     kinds: dict[bool, list[nn.Parameter]] = {}
     for parameter in model.parameters():
         kinds.setdefault(isinstance(parameter, DTensor), []).append(parameter)
@@ -473,7 +483,7 @@ def groups(model: nn.Module) -> list[dict[str, Any]]:
 
 
 def wrapped_in(wrap: str, model: nn.Module, device: torch.device) -> nn.Module:
-    """The model under DDP, or sharded block by block, or as it is."""
+    """Return the model under DDP, sharded block by block, or unchanged."""
     if wrap == "DDP":
         return DistributedDataParallel(model, gradient_as_bucket_view=True)
     if wrap == "FSDP2":
@@ -489,7 +499,7 @@ def allocated(device: torch.device) -> int:
 
 
 def timed(one: Running, device: torch.device, steps: int = 5) -> float:
-    """Milliseconds a step, of the slowest process; notes the peak of memory."""
+    """Return the milliseconds of a step on the slowest process, and note the peak memory."""
     is_cuda, before = device.type == "cuda", allocated(device)
     if is_cuda:
         torch.cuda.reset_peak_memory_stats()
@@ -508,7 +518,7 @@ def timed(one: Running, device: torch.device, steps: int = 5) -> float:
 
 
 def finished(row: Row, leader: Row | None) -> Row:
-    """The row, with medians of its rounds."""
+    """Return the row with the medians of its rounds."""
     row.first = "" if leader is None else leader.name
     row.low, row.median, row.high = statistics.quantiles(row.times, n=4)
     if leader is not None:
@@ -517,14 +527,14 @@ def finished(row: Row, leader: Row | None) -> Row:
 
 
 def table(rows: list[Row]) -> Table:
-    """Of all rows, with how much of one GPU's speed each has on several."""
+    """Return a table of all rows, with the scaling relative to one GPU."""
     alone = {row.name: row.median for row in rows if row.gpus == 1}
     made = Table("GPUs", "", "contender", "ms", "quartiles", "to the first", "peak, GiB", "efficiency")
     for row in rows:
         if row.why:
             made.add_row(str(row.gpus), row.wrap, row.name, "not run")
             continue
-        tokens = 1 if row.wrap == "TP" else row.gpus  # of all GPUs, in those of one
+        tokens = 1 if row.wrap == "TP" else row.gpus  # the tokens of all GPUs, in units of one GPU's
         kept = tokens * alone.get(row.name, 0.0) / (row.gpus * row.median)
         numbers = (
             f"{row.median:.1f}",

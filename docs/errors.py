@@ -1,4 +1,4 @@
-"""Write docs/errors.md: every error and every refusal, as the code says it.
+"""Write docs/errors.md: every error and every refusal, from the code.
 
 python docs/errors.py
 """
@@ -13,9 +13,9 @@ from te_transform.plan import assign, refusals
 
 HEAD = """# Errors and refusals
 
-Written from the code by `python docs/errors.py`; "..." stands for what is only known of a model or a call.
-Each sentence says what was given, what is needed, and what to do, or that no kernel has it. `te-transform
-explain RULE` has those of a rule, with what it rewrites.
+`python docs/errors.py` writes this page from the code; "..." stands for values of a model or a call. Each
+sentence says what was given, what is needed, and what to do, or that no kernel supports it. `te-transform
+explain RULE` prints the refusals of a rule, and what the rule rewrites.
 """
 
 
@@ -24,12 +24,12 @@ def main() -> None:
 
 
 def page() -> str:
-    """The whole page."""
+    """Return the whole page."""
     return "\n".join([HEAD, *_errors(), *_refusals()])
 
 
 def _errors() -> Iterator[str]:
-    yield "## Errors\n\nRaised before anything is changed; `convert()` leaves the model bitwise as it was.\n"
+    yield "## Errors\n\nRaised before any change: `convert()` leaves the model bitwise unchanged.\n"
     found: dict[str, dict[str, None]] = defaultdict(dict)
     for file in sorted(Path(te_transform.__file__).parent.rglob("*.py")):
         for error, sentence in raised(file.read_text(encoding="utf-8")):
@@ -39,12 +39,12 @@ def _errors() -> Iterator[str]:
 
 
 def _refusals() -> Iterator[str]:
-    yield "## Refusals\n\nIn the report, for a place that stays as it is while conversion goes on.\n"
-    yield from ("### Whatever the rule\n", *_listed(yielded(refusals)))
+    yield "## Refusals\n\nIn the report. Refused operations stay unchanged, and the conversion continues.\n"
+    yield from ("### Of any rule\n", *_listed(yielded(refusals)))
     for rule in te_transform.PIPELINE:
         if sentences := refused(rule):
             yield from (f"### {rule.name}\n", *_listed(sentences))
-    yield "### In a recipe\n\nFor a product that is fused, and stays out of FP8.\n"
+    yield "### In a recipe\n\nFor fused products that do not run in FP8.\n"
     yield from _listed(yielded(assign))
 
 

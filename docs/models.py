@@ -1,11 +1,12 @@
-"""Write the tables of docs/models.md: convert every model that the tests share, verify it, and count.
+"""Print the tables of docs/models.md: convert each model of the tests, verify it, and count its sites.
 
     python docs/models.py
 
-A model of a package that is not installed keeps the line that it has.
+If the package of a model is not installed, its line stays unchanged.
 
-Each model has two layers (an encoder-decoder two of each), random weights, and the class its authors wrote.
-Those of transformers with experts are converted in bfloat16, in which these are products by groups.
+Each model has two layers, or two encoder and two decoder layers, with random weights. The classes are those
+of the authors. transformers models with experts are converted in bfloat16, in which experts are grouped
+products.
 """
 
 import logging
@@ -14,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent))  # for the models, which are the tests'
+sys.path.insert(0, str(Path(__file__).parent.parent))  # to import the models of the tests
 
 from torch import nn
 
@@ -25,7 +26,7 @@ from tests.others import OTHERS
 from tests.zoo import CASES, EXTRA, Case
 
 RULES = ("merge_siblings", "attention", "experts", "layernorm_mlp", "layernorm_linear", "linear")
-WHY = {  # what stands in the way, by words of the reason; the first that fit
+WHY = {  # the obstacle, by a part of the reason; the first match counts
     "exact (erf) GELU": "exact GELU",
     "the activation is": "another activation",
     "a dropout of": "dropout inside the MLP",
@@ -60,12 +61,12 @@ def main() -> None:
 
 
 def table(cases: Iterable[Case]) -> Iterator[str]:
-    """In Markdown; models that are alike share a line."""
+    """Yield a Markdown table. Models with equal cells share a line."""
     rows: dict[tuple[str, ...], list[str]] = {}
     for case in cases:
         try:
             found = cells(case)
-        except ModuleNotFoundError:  # of a package that is not installed
+        except ModuleNotFoundError:  # the model's package is not installed
             found = _as_printed(case.name)
         rows.setdefault(found, []).append(case.name)
     yield f"| model | {' | '.join(f'`{rule}`' for rule in RULES)} | reasons |"
@@ -75,7 +76,7 @@ def table(cases: Iterable[Case]) -> Iterator[str]:
 
 
 def cells(case: Case) -> tuple[str, ...]:
-    """How many sites of each rule were fused, and what stands in the way of more."""
+    """Return the number of fused sites of each rule, and the obstacles to more."""
     model, sample = _of_two_layers(case), case.sample()
     if case.hf and any(type(part).__name__.endswith("Experts") for part in model.modules()):
         model = model.bfloat16()
@@ -94,7 +95,7 @@ def _as_printed(name: str) -> tuple[str, ...]:
 
 
 def _of_two_layers(case: Case) -> nn.Module:
-    """Build a case of the tests with two layers: some have one there, which saves time."""
+    """Build a case of the tests with two layers: some have one layer there, to save time."""
     build = case.build
     one_layer = isinstance(build, partial) and build.keywords.get("num_hidden_layers") == 1
     return build(num_hidden_layers=2) if one_layer else build()

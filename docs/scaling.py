@@ -1,10 +1,14 @@
-"""Write docs/scaling.md: what training takes per GPU, on paper, from one host to 512 of them.
+"""Write docs/scaling.md: predict time and memory of training per GPU, from one host to 512 hosts.
 
     python docs/scaling.py
 
-Memory is the prediction that te_transform.inspect() makes, of one block on fake tensors; what traffic takes
-is bytes over bandwidths; what the products take is what a step on one H100 took. The page says what of that
-was measured and what is assumed.
+| number | source |
+| --- | --- |
+| memory | predicted by te_transform.inspect() from one block on fake tensors |
+| communication | bytes over bandwidth |
+| products | measured in a step on one H100 |
+
+The page says which numbers are measured, and which are assumed.
 """
 
 from __future__ import annotations
@@ -21,14 +25,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import te_transform
 
-TOKENS = 8192  # of one sequence, a GPU's batch
-GPU_MEMORY = 80e9 * 0.9  # bytes; the rest is what allocators and NCCL take
-HOST = 8  # GPUs
-NVLINK = 329e9  # bytes a second and GPU; bus bandwidth of an all-reduce of 1 GiB on 2 H100s
-NETWORK = 40e9  # bytes a second and GPU; assumed, of a 400 Gb/s adapter for each
-PRODUCTS = 810e12  # operations a second; 8 layers of the 8B shape in FP8 on one H100: 98.8e12 in 121 ms
-STATE = 16  # bytes a parameter: weight, gradient and AdamW's two moments, in fp32
-IN_FLIGHT = 2  # bytes a number that is gathered, or reduced: bf16
+TOKENS = 8192  # tokens of one sequence, the batch of a GPU
+GPU_MEMORY = 80e9 * 0.9  # bytes; allocators and NCCL take the rest
+HOST = 8  # GPUs of a host
+NVLINK = 329e9  # bytes per second and GPU; bus bandwidth of an all-reduce of 1 GiB on 2 H100s
+NETWORK = 40e9  # bytes per second and GPU; assumed: a 400 Gb/s adapter per GPU
+PRODUCTS = 810e12  # operations per second; 8 layers of the 8B shape in FP8 on one H100: 98.8e12 in 121 ms
+STATE = 16  # bytes per parameter: weight, gradient and AdamW's two moments, in fp32
+IN_FLIGHT = 2  # bytes of a gathered or reduced number: bf16
 
 PAGE = Path(__file__).with_name("scaling.md")
 BEGIN, END = "<!-- written by docs/scaling.py -->\n", "<!-- until here -->\n"
@@ -36,7 +40,7 @@ BEGIN, END = "<!-- written by docs/scaling.py -->\n", "<!-- until here -->\n"
 
 @dataclass(frozen=True)
 class Model:
-    """A Llama 3 by its sizes."""
+    """The sizes of a Llama 3."""
 
     name: str
     layers: int
@@ -48,19 +52,19 @@ class Model:
 
     @property
     def block(self) -> int:
-        """The parameters of one block."""
+        """The number of parameters of one block."""
         width = self.hidden // self.heads
         attention = self.hidden * width * (2 * self.heads + 2 * self.groups)
         return attention + 3 * self.hidden * self.ffn + 2 * self.hidden
 
     @property
     def around(self) -> int:
-        """The parameters of embedding, last norm and head."""
+        """The number of parameters of embedding, last norm and head."""
         return 2 * self.vocabulary * self.hidden + self.hidden
 
     @property
     def parameters(self) -> int:
-        """All of them."""
+        """The number of all parameters."""
         return self.layers * self.block + self.around
 
 
@@ -74,7 +78,7 @@ GPUS = (8, 64, 512, 4096)
 
 @dataclass(frozen=True)
 class Mesh:
-    """Replicas of shards of tensor-parallel groups: HSDP, or FSDP where there is one replica."""
+    """Replicas of shards of tensor-parallel groups: HSDP, or FSDP with one replica."""
 
     replicas: int
     shards: int
@@ -86,7 +90,7 @@ class Mesh:
 
 @contextmanager
 def in_bf16() -> Iterator[None]:
-    """New tensors are."""
+    """Create new tensors in bf16."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
@@ -97,7 +101,7 @@ def in_bf16() -> Iterator[None]:
 
 @cache
 def one_block(model: Model) -> int:
-    """Bytes that a step of the model with one block takes beside weights and their gradients, in FP8."""
+    """Return the bytes of an FP8 step of the model with one block, without weights and their gradients."""
     config = LlamaConfig(
         hidden_size=model.hidden,
         intermediate_size=model.ffn,
@@ -117,15 +121,18 @@ def one_block(model: Model) -> int:
 
 
 def state(model: Model, mesh: Mesh) -> float:
-    """Bytes a GPU of weights, gradients and moments that are there all the time."""
+    """Return the bytes per GPU of weights, gradients and moments."""
     return STATE * model.parameters / mesh.shards / mesh.tensor
 
 
 def passing(model: Model, mesh: Mesh) -> float:
-    """Bytes a GPU of what comes and goes, of which a tensor-parallel group has a part each.
+    """Return the bytes per GPU of temporary tensors, which a tensor-parallel group shares.
 
-    The inputs of blocks, which are run again in the backward; one block with the head and the loss; and what
-    is whole of the weights: those around the blocks, two blocks' and the gradients of one.
+    Temporary tensors are:
+
+    - the inputs of blocks, which the backward recomputes,
+    - one block with head and loss,
+    - gathered weights: those around the blocks, two blocks, and the gradients of one block.
     """
     inputs = (model.layers - 1) * TOKENS * model.hidden * 2
     whole = IN_FLIGHT * (2 * model.around + 3 * model.block)
@@ -133,8 +140,10 @@ def passing(model: Model, mesh: Mesh) -> float:
 
 
 def meshes(gpus: int) -> Iterator[Mesh]:
-    """Those of so many GPUs, from the one with the least traffic on: the fewest shards, of whole hosts, and
-    then with a tensor-parallel group on each host."""
+    """Yield the meshes of this many GPUs, starting with the least communication.
+
+    The first have the fewest shards, of whole hosts. The others have a tensor-parallel group on each host.
+    """
     hosts = gpus // HOST
     powers = [2**power for power in range(hosts.bit_length())]
     yield from (Mesh(hosts // power, HOST * power) for power in powers)
@@ -142,19 +151,20 @@ def meshes(gpus: int) -> Iterator[Mesh]:
 
 
 def mesh_of(model: Model, gpus: int) -> Mesh | None:
-    """The first mesh that fits; None where none does."""
+    """Return the first mesh that fits, or None."""
     found = meshes(gpus)
     return next((m for m in found if state(model, m) + passing(model, m) <= GPU_MEMORY), None)
 
 
 def traffic(model: Model, mesh: Mesh) -> tuple[float, float]:
-    """Bytes a GPU and step that arrive over NVLink, and over the network.
+    """Return the bytes per GPU and step that arrive over NVLink, and over the network.
 
-    Weights are gathered twice, gradients reduced and scattered once: each time all shards but the own one
-    arrive. Of shards on several hosts a host's adapters share what comes from the others, and NVLink has the
-    rest; with tensor parallelism the shards of a weight are all on other hosts. Replicas then add up their
-    shards, which a ring moves twice. A tensor-parallel block gathers its tokens twice and scatters them
-    twice, forward, again for the backward, and in it.
+    A step gathers weights twice, and reduces and scatters gradients once. Each time, all other shards arrive.
+    If shards are on several hosts, the adapters of a host share the bytes of other hosts, and the rest
+    arrives over NVLink. With tensor parallelism, all other shards of a weight are on other hosts.
+
+    Replicas then sum their shards in a ring, which moves them twice. A tensor-parallel block gathers and
+    scatters its tokens twice each in the forward, in the recomputed forward and in the backward.
     """
     part = IN_FLIGHT * model.parameters / mesh.tensor
     arriving = 3 * part * (mesh.shards - 1) / mesh.shards
@@ -167,20 +177,21 @@ def traffic(model: Model, mesh: Mesh) -> tuple[float, float]:
 
 
 def seconds(model: Model, mesh: Mesh) -> tuple[float, float, float]:
-    """What a step takes of NVLink, of the network, and of the products, each by itself.
+    """Return the seconds of a step over NVLink, over the network, and in products, each alone.
 
-    Products: 2 operations a parameter and token forward, again for the backward, and 4 in it; a causal
-    attention has 2 a layer, token, number of the hidden size and token of the sequence, and as often again.
+    Each parameter and token takes 2 operations in the forward, 2 in the recomputed forward and 4 in the
+    backward. Causal attention takes 2 operations per layer, token, hidden column and token of the sequence in
+    the forward, with the same multiples.
     """
     nvlink, network = traffic(model, mesh)
-    weights = model.parameters - model.vocabulary * model.hidden  # but for the embedding, which is looked up
+    weights = model.parameters - model.vocabulary * model.hidden  # without the embedding, which is a lookup
     attention = model.layers * model.hidden * TOKENS
     products = 8 * TOKENS * (weights + attention) / mesh.tensor
     return nvlink / NVLINK, network / NETWORK, products / PRODUCTS
 
 
 def rows() -> Iterator[list[str]]:
-    """The cells of the table."""
+    """Yield the cells of the table."""
     for model in MODELS:
         for gpus in GPUS:
             mesh = mesh_of(model, gpus)
@@ -208,13 +219,13 @@ HEAD = [
 
 
 def table() -> str:
-    """In Markdown."""
+    """Return a Markdown table."""
     lines = [HEAD, ["---", *["---:"] * (len(HEAD) - 1)], *rows()]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 def on_two_gpus() -> str:
-    """What arrives at a GPU in a step of benchmarks/two_gpus.py, in a sentence."""
+    """Return a sentence on the bytes that arrive at a GPU in a step of benchmarks/two_gpus.py."""
     model = Model("", 8, 4096, 14336, 32, vocabulary=32000)
     fsdp, _ = traffic(model, Mesh(1, 2))
     ddp = 2 * IN_FLIGHT * model.parameters / 2
@@ -224,7 +235,7 @@ def on_two_gpus() -> str:
 
 
 def page() -> str:
-    """The page, with the table as it is computed now."""
+    """Return the page with a new table."""
     before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
     return before + BEGIN + "\n" + table() + "\n" + on_two_gpus() + "\n" + END + rest.partition(END)[2]
 

@@ -1,5 +1,6 @@
 """benchmarks/node.py: what it counts, contenders in one process, and failures on one of two ranks."""
 
+import argparse
 import json
 import os
 import subprocess
@@ -116,6 +117,35 @@ def test_numbers_of_ranks_that_do_not_fit_raise(parallel: str, ranks: int, why: 
 
     with pytest.raises(ValueError, match=why):
         node.check(parallel, ranks)
+
+
+@pytest.mark.parametrize(
+    ("given", "error"),
+    [
+        (["--tokens=0"], "expected a whole number of at least 1, got 0"),
+        (["--json=missing/rows.jsonl"], "expected a file in an existing folder, got missing/rows.jsonl"),
+        (["--set", "layers"], "expected key=value, got layers"),
+        (["--steps=2"], "expected --steps of at least 3, got 2"),
+    ],
+)
+def test_unusable_options_are_errors(
+    given: list[str], error: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import node
+
+    with pytest.raises(SystemExit):
+        node.arguments(given)
+    assert error in capsys.readouterr().err
+
+
+def test_files_that_are_not_json_are_errors(tmp_path: Path) -> None:
+    import command_line
+
+    (tmp_path / "rows.jsonl").write_text('{"ms": 1}\n{"ms": 2}\n')
+    assert command_line.json_lines(str(tmp_path / "rows.jsonl")) == [{"ms": 1}, {"ms": 2}]
+    for read in (command_line.json_file, command_line.json_lines):
+        with pytest.raises(argparse.ArgumentTypeError, match=r"expected a .*, got missing\.json"):
+            read("missing.json")
 
 
 def test_the_first_error_counts_and_processes_without_a_word() -> None:
