@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from options import positive
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -32,7 +33,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import te_transform
 
-BATCH, LENGTH = 8, 128  # of all ranks together: the losses are those of any number of them
+HEADS = 8
+BATCH, LENGTH = 8, 128  # of all ranks together: the losses do not depend on their number
 GPU = torch.cuda.is_available()
 
 
@@ -68,12 +70,15 @@ def arguments() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("--recipe", help='"fp8-delayed", "fp8-current" and others, which need a GPU')
-    parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--every", type=int, default=10, help="steps from one checkpoint to the next")
+    parser.add_argument("--steps", type=positive, default=100)
+    parser.add_argument("--every", type=positive, default=10, help="steps from one checkpoint to the next")
     parser.add_argument("--folder", type=Path, default=Path("checkpoints"))
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--width", type=int, default=256)
-    return parser.parse_args()
+    parser.add_argument("--layers", type=positive, default=4)
+    parser.add_argument("--width", type=positive, default=256)
+    asked = parser.parse_args()
+    if asked.width % (2 * HEADS):
+        parser.error(f"expected a --width that is a multiple of {2 * HEADS}, got {asked.width}")
+    return asked
 
 
 def made(asked: argparse.Namespace, device: torch.device) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -82,7 +87,7 @@ def made(asked: argparse.Namespace, device: torch.device) -> tuple[nn.Module, to
     if BATCH % ranks:
         raise ValueError(f"expected a number of processes that divides a batch of {BATCH}, got {ranks}")
     torch.manual_seed(0)
-    sizes = {"hidden_size": asked.width, "intermediate_size": 2 * asked.width, "num_attention_heads": 8}
+    sizes = {"hidden_size": asked.width, "intermediate_size": 2 * asked.width, "num_attention_heads": HEADS}
     config = LlamaConfig(
         vocab_size=256, num_hidden_layers=asked.layers, num_key_value_heads=4, **sizes, use_cache=False
     )

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from loss_plot import draw
+from options import output_file, positive
 from rich.progress import Progress
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -41,7 +42,7 @@ def main(given: list[str] | None = None) -> None:
     """Train, then print, write and draw the losses; with --read, only print and draw them."""
     logging.set_verbosity_error()
     asked = arguments(given)
-    runs = {Path(file).stem: json.loads(Path(file).read_text()) for file in asked.read}
+    runs = dict(asked.read)
     if not runs:
         alone = {} if "RANK" in os.environ else {"rank": 0, "world_size": 1, "store": dist.HashStore()}
         if GPU:
@@ -69,16 +70,45 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     ):  # fmt: skip
         parser.add_argument(f"--{flag}", action="store_true", help=what)
     for flag, value, what in (
+        ("lr", 6e-4, "highest learning rate"), ("seed", 0, "seed of weights and data"),
+    ):  # fmt: skip
+        parser.add_argument(f"--{flag}", type=type(value), default=value, help=f"{what} ({value})")
+    for flag, count, what in (
         ("steps", 1000, "full batches whose tokens are the budget"), ("batch", 16, "rows of all processes"),
         ("length", 1024, "bytes of a full sequence"), ("layers", 12, "blocks"), ("width", 768, "of blocks"),
         ("warmup", 100, "steps of the learning rate's warm-up"), ("every", 50, "steps between evaluations"),
-        ("curriculum-steps", 300, "steps until sequences are full"), ("seed", 0, "of weights and data"),
-        ("lr", 6e-4, "highest learning rate"), ("json", "loss.json", "file for the losses"),
-        ("plot", "loss.svg", "file for the curves"),
+        ("curriculum-steps", 300, "steps until sequences are full"),
     ):  # fmt: skip
-        parser.add_argument(f"--{flag}", type=type(value), default=value, help=f"{what} ({value})")
-    parser.add_argument("--read", nargs="+", default=[], help="draw these JSON files, train nothing")
-    return parser.parse_args(given)
+        parser.add_argument(f"--{flag}", type=positive, default=count, help=f"{what} ({count})")
+    for flag, file, what in (("json", "loss.json", "losses"), ("plot", "loss.svg", "curves")):
+        parser.add_argument(f"--{flag}", type=output_file, default=file, help=f"file for the {what} ({file})")
+    parser.add_argument("--read", type=run_in, nargs="+", default=[], help="draw these files, train nothing")
+    asked = parser.parse_args(given)
+    ranks, heads = int(os.environ.get("WORLD_SIZE", 1)), heads_of(asked.width)
+    if asked.batch % ranks:
+        parser.error(f"expected a --batch that {ranks} processes can share equally, got {asked.batch}")
+    if asked.width % heads:
+        parser.error(f"expected a --width that is a multiple of {heads} heads, got {asked.width}")
+    if asked.reshape and not asked.curriculum:
+        parser.error("expected --curriculum with --reshape, got --reshape alone; add --curriculum")
+    return asked
+
+
+def run_in(text: str) -> tuple[str, dict[str, Any]]:
+    """Return the name and the losses of a run that --json wrote."""
+    try:
+        run = json.loads(Path(text).read_text())
+        draw({text: run["eval"]}, os.devnull)
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise argparse.ArgumentTypeError(
+            f"expected a file that --json wrote after a run, got {text} ({type(error).__name__}: {error})"
+        ) from error
+    return Path(text).stem, run
+
+
+def heads_of(width: int) -> int:
+    """Return the number of attention heads: 64 columns each."""
+    return max(1, width // 64)
 
 
 def read(files: list[Path]) -> Tensor:
@@ -132,7 +162,7 @@ class Run:
         asked = self.asked
         torch.manual_seed(asked.seed)
         sizes = {"n_positions": asked.length, "n_embd": asked.width, "n_layer": asked.layers}
-        sizes |= {"n_head": max(1, asked.width // 64), "vocab_size": 256}
+        sizes |= {"n_head": heads_of(asked.width), "vocab_size": 256}
         off = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop", "bos_token_id", "eos_token_id"), 0)
         config = GPT2Config(**sizes, **off, use_cache=False)
         model = GPT2LMHeadModel(config).train()

@@ -39,6 +39,28 @@ def test_in_one_process(example: Any, tmp_path: Path) -> None:
     assert "short: " in picture
 
 
+@pytest.mark.parametrize(
+    ("given", "error"),
+    [
+        (["--read", "missing.json"], "expected a file that --json wrote after a run, got missing.json"),
+        (["--read", "other.json"], "expected a file that --json wrote after a run, got other.json"),
+        (["--json", "missing/loss.json"], "expected a file in an existing folder, got missing/loss.json"),
+        (["--plot", "."], "expected a file in an existing folder, got ."),
+        (["--steps", "0"], "expected a whole number of at least 1, got 0"),
+        (["--every", "few"], "expected a whole number of at least 1, got few"),
+        (["--width", "200"], "expected a --width that is a multiple of 3 heads, got 200"),
+        (["--reshape"], "expected --curriculum with --reshape, got --reshape alone"),
+    ],
+)
+def test_unusable_options_are_errors(
+    given: list[str], error: str, example: Any, working_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (working_folder / "other.json").write_text('{"eval": []}')
+    with pytest.raises(SystemExit):
+        example.arguments(given)
+    assert error in capsys.readouterr().err
+
+
 @pytest.mark.usefixtures("process_group")
 def test_the_techniques_together(example: Any) -> None:
     """Dropped layers are left out of the graphs of all lengths."""
