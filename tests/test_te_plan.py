@@ -30,6 +30,7 @@ from te_transform.graph.capture import capture
 from te_transform.graph.nodes import value
 from te_transform.plan.match import Site, plan
 from te_transform.plan.options import Options
+from te_transform.plan.product_sizes import ProductSize
 from te_transform.report.places import gather
 from te_transform.report.report import Report
 from tests import stand_in
@@ -426,6 +427,33 @@ def test_calls_are_too_small_below_that_number_of_tokens(width: int, in_fp8: boo
     assert limits.too_small(1, width, in_fp8)
     with limits.replayed:
         assert bool(limits.too_small(1, width, in_fp8)) == in_fp8
+
+
+@pytest.mark.parametrize(
+    ("gains", "in_fp8", "in_graphs", "work"),
+    [
+        (False, False, False, math.inf),
+        (True, False, False, limits.MIN_GEMM_WORK),
+        (False, True, False, limits.MIN_GEMM_WORK_IN_FP8),
+        (False, False, True, 0),
+        (False, True, True, limits.MIN_GEMM_WORK_IN_FP8_REPLAYED),
+    ],
+)
+def test_a_product_gains_from_a_number_of_rows_on(
+    gains: bool, in_fp8: bool, in_graphs: bool, work: float
+) -> None:
+    least = ProductSize(rows=1, width=1000, gains=gains).least_rows(in_fp8, in_graphs)
+    assert least == (math.ceil(work / 1000**2) if work < math.inf else math.inf)
+
+
+def test_merged_products_are_inactive_below_the_limit_of_their_joined_weight(by_size: None) -> None:
+    """The call runs one product with the joined weight, whose smaller side is wider than q alone."""
+    case = replace(CASES["llama"], build=partial(CASES["llama"].build, head_dim=HIDDEN // 8))
+    options = {"recipe": PrecisionPlan("fp8-delayed", {}), "graphs": True}
+    reasons = {site.path: site.inactive for site in inspected(case, **options).sites}
+    assert any(
+        path.endswith("self_attn") and why.endswith(f"(width {HIDDEN})") for path, why in reasons.items()
+    )
 
 
 def test_no_plan_puts_a_shape_into_fp8_that_has_no_kernel() -> None:

@@ -313,29 +313,39 @@ def too_small_attention(query: Tensor, key: Tensor, has_mask: bool, in_graphs: b
         has_mask: True if a mask is added.
         in_graphs: True if the call will run as a CUDA graph.
     """
-    least, work = MIN_ATTENTION_LENGTH, MIN_ATTENTION_WORK
-    if has_mask:
-        least, work = MIN_MASKED_ATTENTION_LENGTH, MIN_MASKED_ATTENTION_WORK
     if ignore_size_limits:
         return None
-    if min(query.shape[2], key.shape[2]) < least:
-        return f"attention over fewer than {least} tokens"
-    if compiling.get() or replayed or in_graphs or is_large(query.shape, key.shape[2], work):
-        return None  # in compiled graphs and CUDA graphs, these kernels take no additional CPU time
-    return "attention too small to be faster"
+    is_launched = not (compiling.get() or replayed or in_graphs)
+    return small_attention(query.shape, key.shape[2], has_mask, is_launched)
 
 
-def is_large(queries: Sequence[int], keys: int, work: float = MIN_ATTENTION_WORK) -> bool:
-    """Return True if cuDNN's kernels save more time than their launches take on the CPU.
+def small_attention(
+    queries: Sequence[int], keys: int, has_mask: bool = False, is_launched: bool = True
+) -> str | None:
+    """Return why attention of these sizes is too small for cuDNN's kernels, or None.
 
     Args:
         queries: the shape [batch, heads, length, width] of the queries.
         keys: the number of keys.
-        work: the minimum of batch x length x keys x heads x width.
+        has_mask: True if a mask is added.
+        is_launched: False in compiled graphs and CUDA graphs, where the kernels take no additional CPU time.
     """
+    least, work = MIN_ATTENTION_LENGTH, MIN_ATTENTION_WORK
+    if has_mask:
+        least, work = MIN_MASKED_ATTENTION_LENGTH, MIN_MASKED_ATTENTION_WORK
     batch, heads, length, width = queries
+    if min(length, keys) < least:
+        return f"attention over fewer than {least} tokens"
     rows = batch * length
-    return rows * keys * heads * width >= work or rows >= break_even_rows(heads * width, in_fp8=False)
+    if rows * keys * heads * width >= work or rows >= break_even_rows(heads * width, in_fp8=False):
+        return None
+    return "attention too small to be faster" if is_launched else None
+
+
+def rotation_size(sizes: Sequence[int]) -> tuple[int, int]:
+    """Return the rows and the width by which a rotation of queries of these sizes [4] is large or small."""
+    batch, heads, length, width = sizes
+    return batch * length, heads * width
 
 
 def gains_from_masks(length: int) -> bool:
@@ -364,11 +374,11 @@ def without_rotary(x: Tensor, angles: Tensor) -> str | None:
     """Return why TE's rotary kernel cannot or should not run with these tensors, or None."""
     if x.dim() != 4:
         return f"queries or keys of {x.dim()} dimensions, where TE's rotary kernel needs 4"
-    batch, heads, length, width = x.shape
-    if too_small(batch * length, heads * width, in_fp8=False):
+    if too_small(*rotation_size(x.shape), in_fp8=False):
         return "too small to be faster"
     if why := without_kernel(x, x):
         return why
+    batch, _, length, width = x.shape
     if (
         angles.shape not in ((length, width), (1, length, width), (batch, length, width))
         or angles.dtype != torch.float32

@@ -7,9 +7,8 @@ recipe and in CUDA graphs.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -18,19 +17,12 @@ from te_transform.backends.fp8.fp8_only import is_fp8_only
 from te_transform.backends.fp8.registry import read_state
 from te_transform.backends.tracing import in_backward
 from te_transform.execution.graph_version import GraphVersion
-from te_transform.graph.nodes import shape_of, value
+from te_transform.graph.nodes import value
+from te_transform.plan.product_sizes import ProductSize, size_of_product
 
 _GAINS_NOTHING = "a graph without gated MLPs, which is as fast as captured"
 _DATA_DEPENDENT = "the sizes of the call depend on its values"
 _KNOWN = 4096  # the maximum number of cached sizes; generation adds one per length
-
-
-class RowWork(NamedTuple):
-    """The rows of a product, the smaller side of its weight, and True if fusion gains without FP8."""
-
-    rows: Any
-    width: int
-    gains: bool
 
 
 class SmallBatch:
@@ -57,16 +49,11 @@ class SmallBatch:
             for index, node in enumerate(placeholders)
             if isinstance(value(node), torch.SymInt)
         }
-        self.work = {
-            RowWork(
-                _expression(math.prod(shape_of(site.node.args[0])[:-1])),
-                min(shape_of(site.node.args[site.fused.PRODUCTS[0]])),
-                site.fused.gains,
-            )
-            for site in self.products
+        self.sizes = {
+            size._replace(rows=_expression(size.rows)) for size in map(size_of_product, self.products)
         }
-        # by the sizes of a call: the work of its products, and the last answer of refuse()
-        self.rows: dict[tuple[int, ...], list[RowWork] | None] = {}
+        # by the sizes in the arguments: the sizes of the products, and the last answer of refuse()
+        self.product_sizes: dict[tuple[int, ...], list[ProductSize] | None] = {}
         self.answers: dict[tuple[int, ...], str | None] = {}
 
     @property
@@ -85,22 +72,22 @@ class SmallBatch:
         sizes = tuple(arguments[index] for index in self.symbols)
         if not all(isinstance(size, int) for size in sizes):  # sizes of nested and fake tensors are symbols
             return _DATA_DEPENDENT
-        if sizes not in self.rows:
-            if len(self.rows) >= _KNOWN:
-                self.rows.clear()
+        if sizes not in self.product_sizes:
+            if len(self.product_sizes) >= _KNOWN:
+                self.product_sizes.clear()
                 self.answers.clear()
-            self.rows[sizes] = self._rows(sizes)
+            self.product_sizes[sizes] = self._products_at(sizes)
         if not (in_backward() and sizes in self.answers):
-            self.answers[sizes] = self._why(self.rows[sizes], arguments)
+            self.answers[sizes] = self._why(self.product_sizes[sizes], arguments)
         return self.answers[sizes]
 
-    def _why(self, rows: list[RowWork] | None, arguments: Sequence[Any]) -> str | None:
+    def _why(self, products: list[ProductSize] | None, arguments: Sequence[Any]) -> str | None:
         # under accumulate(), kernels must add gradients to its buffers
-        if rows is None or read_state(arguments[self.first_weight]).gradients is not None:
+        if products is None or read_state(arguments[self.first_weight]).gradients is not None:
             return None
         in_fp8 = self.backend.recipe_now() is not None
-        gaining = [each for each in rows if each.gains or in_fp8 or limits.replayed]
-        reasons = [limits.too_small(each.rows, each.width, in_fp8) for each in gaining]
+        gaining = [size for size in products if size.may_gain(in_fp8, bool(limits.replayed))]
+        reasons = [limits.too_small(size.rows, size.width, in_fp8) for size in gaining]
         if None in reasons:
             return None
         why = reasons[0] if reasons else _GAINS_NOTHING
@@ -109,11 +96,11 @@ class SmallBatch:
                 site.fused.plain_calls[why] += 1
         return why
 
-    def _rows(self, sizes: Sequence[int]) -> list[RowWork] | None:
-        """Return the work of the products at these sizes, or None if it depends on the data."""
+    def _products_at(self, sizes: Sequence[int]) -> list[ProductSize] | None:
+        """Return the sizes of the products in a call of these sizes, or None if they depend on the data."""
         known = dict(zip(self.symbols.values(), sizes, strict=True))
-        found = [each._replace(rows=_known_size(each.rows, known)) for each in self.work]
-        return None if any(each.rows is None for each in found) else found
+        found = [size._replace(rows=_known_size(size.rows, known)) for size in self.sizes]
+        return None if any(size.rows is None for size in found) else found
 
 
 def _expression(size: int | torch.SymInt) -> Any:

@@ -14,6 +14,7 @@ from te_transform.plan.assign import product_paths, runs_in_recipe
 from te_transform.plan.match import Plan, Site
 from te_transform.plan.options import Options
 from te_transform.plan.precision_plan import PrecisionPlan
+from te_transform.plan.product_sizes import size_of_product
 
 AS_FAST = "uncompiled and in the weights' own dtype, fused products are faster only in gated MLPs"
 _SINGLE_LINEAR = "in plain PyTorch, a linear by itself stays as it is"
@@ -40,7 +41,7 @@ def why_inactive(path: str, plan: Plan, options: Options, precision: PrecisionPl
     )
     # merged linears share the reason of the site that absorbed them
     absorbed = {rule: why for site, why in reasons.items() for rule in site.rules[:-1]}
-    for outcome, site in plan.places():
+    for outcome, site in plan.outcomes_with_sites():
         is_fused, rule = outcome.status == "fused", (outcome.rule, outcome.path)
         yield reasons.get(site, "") if site else absorbed.get(rule, "") if is_fused else ""
 
@@ -56,8 +57,13 @@ def _uncompiled(
 ) -> Iterator[tuple[Site, str]]:
     has_kernels, in_graphs = options.backend.HAS_KERNELS, options.in_cuda_graphs
     products = [site for site in plan.sites if site.is_product]
-    gaining = [site for site in products if in_graphs or site in in_fp8 or site.fused.gains]
-    small = {site: _too_small(site, site in in_fp8, in_graphs) for site in gaining}
+    small = {}
+    for site in products:
+        size = size_of_product(site)
+        least = size.least_rows(site in in_fp8, in_graphs)
+        if least < math.inf:
+            gain = "FP8 gains" if site in in_fp8 else "fused products gain"
+            small[site] = _too_few_rows(size.rows, size.width, least, gain)
     small |= dict.fromkeys(in_fp8, None) if small_calls else {}
     few = next(iter(small.values()), AS_FAST) if products and None not in small.values() else None
     for site in plan.sites:
@@ -80,19 +86,10 @@ def _goes_with(site: Site, gaining: dict[Site, str | None]) -> bool:
     return isinstance(site.fused, plain.Rotary) and any(each.fused.gains for each in gaining)
 
 
-def _too_small(site: Site, in_fp8: bool, in_graphs: bool) -> str | None:
-    rows = math.prod(shape_of(site.node.args[0])[:-1])
-    return _too_few_rows(rows, min(shape_of(site.weights[0][0])), in_fp8, in_graphs)
-
-
-def _too_few_rows(
-    rows: int, width: int, in_fp8: bool = False, in_graphs: bool = False, what: str = "fused products gain"
-) -> str | None:
-    least = limits.break_even_rows(width, in_fp8, in_graphs)
+def _too_few_rows(rows: int, width: int, least: float, what: str) -> str | None:
     if limits.ignore_size_limits or not isinstance(rows, int) or rows >= least:
         return None
-    gain = "FP8 gains" if in_fp8 else what
-    return f"the call has {rows:,} tokens, but {gain} from {least:,} on (width {width})"
+    return f"the call has {rows:,} tokens, but {what} from {least:,} on (width {width})"
 
 
 def _too_small_for_kernel(site: Site, in_graphs: bool, has_kernels: bool) -> str | None:
@@ -107,8 +104,9 @@ def _too_small_for_kernel(site: Site, in_graphs: bool, has_kernels: bool) -> str
     if not has_kernels:
         return None
     if isinstance(site.fused, plain.Rotary) and len(shape_of(first)) == 4:
-        batch, heads, length, width = shape_of(first)
-        return _too_few_rows(batch * length, heads * width, what="TE's rotary kernel gains")
+        rows, width = limits.rotation_size(shape_of(first))
+        least = limits.break_even_rows(width, in_fp8=False)
+        return _too_few_rows(rows, width, least, "TE's rotary kernel gains")
     if isinstance(site.fused, plain.DotProductAttention):
         return _small_attention(first, others, in_graphs)
     if isinstance(site.fused, plain.WideLinear):

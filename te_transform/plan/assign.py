@@ -134,8 +134,8 @@ def _too_wide(site: Site) -> Iterator[str]:
 
 
 def _odd_sizes(site: Site, multiple: int) -> Iterator[str]:
-    for place in site.fused.PRODUCTS:
-        shape = value(site.node.args[place]).shape
+    for position in site.fused.PRODUCTS:
+        shape = value(site.node.args[position]).shape
         if any(size % multiple for size in shape):
             enough = (-(size // -multiple) * multiple for size in shape)
             yield (

@@ -14,6 +14,7 @@ times to measurements.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -26,12 +27,12 @@ from te_transform.backends import plain
 from te_transform.backends.limits import (
     ALIGNED,
     DTYPES,
-    MIN_ATTENTION_LENGTH,
     MIN_LOGITS,
     MIN_PADDED_ROWS,
     MIN_PADDED_TOKENS,
     break_even_rows,
-    is_large,
+    rotation_size,
+    small_attention,
 )
 from te_transform.graph import ops
 from te_transform.graph.nodes import numel_of, value
@@ -39,6 +40,7 @@ from te_transform.plan.assign import product_paths, runs_in_recipe
 from te_transform.plan.match import Plan, Site
 from te_transform.plan.options import Options
 from te_transform.plan.precision_plan import PrecisionPlan
+from te_transform.plan.product_sizes import ProductSize, size_of_product
 from te_transform.plan.rule import Outcome
 from te_transform.plan.work import Work, computed, moved_bytes, sizes_of
 
@@ -85,11 +87,12 @@ def _run_mode(
     if mode is not FUSED or (precision is not None and precision.small_calls):
         return mode
     products = [site for site in plan.sites if site.is_product]
-    sizes = [_rows_and_width(site) for site in products if site.fused.gains or precision is not None]
-    if precision is not None or _is_gated(added):
-        linears = [node for node in added if node.target is ops.linear]
-        sizes += [(numel_of(node) / sizes_of(node)[-1], min(sizes_of(node.args[1]))) for node in linears]
-    is_large = any(rows >= break_even_rows(width, precision is not None) for rows, width in sizes)
+    sizes, gains = [size_of_product(site, sizes_of) for site in products], _is_gated(added)
+    linears = [node for node in added if node.target is ops.linear]
+    sizes += [
+        ProductSize(math.prod(sizes_of(node)[:-1]), min(sizes_of(node.args[1])), gains) for node in linears
+    ]
+    is_large = any(size.rows >= size.least_rows(precision is not None, False) for size in sizes)
     if is_large or not (products or added):
         return mode
     return ORIGINAL if precision is None and not added and _runs_the_same_kernels(plan) else CAPTURED
@@ -115,11 +118,6 @@ def _odd_products(nodes: Iterable[fx.Node], plan: Plan, mode: RunMode, pads: boo
             yield Work(products=-flops, odd_products=flops)
 
 
-def _rows_and_width(site: Site) -> tuple[float, int]:
-    x, weight = site.node.args[0], site.node.args[site.fused.PRODUCTS[0]]
-    return numel_of(x) / sizes_of(x)[-1], min(sizes_of(weight))
-
-
 def _is_gated(nodes: Sequence[fx.Node]) -> bool:
     """Return True if these operations multiply an activation by a tensor: TE's modules speed this up."""
     acts = {node for node in nodes if node.target in ops.ACTIVATION_OPS}
@@ -135,7 +133,9 @@ def _moved(plan: Plan, mode: RunMode) -> Iterator[Work]:
     if mode not in (ORIGINAL, CAPTURED):
         yield from map(moved_bytes, plan.before.nodes)
         return
-    taken = [outcome for outcome, site in plan.places() if mode is CAPTURED and site and _is_one(site)]
+    taken = [
+        outcome for outcome, site in plan.outcomes_with_sites() if mode is CAPTURED and site and _is_one(site)
+    ]
     inside = {name for outcome in taken for name in outcome.inside}
     yield from (moved_bytes(node) for node in plan.captured.graph.nodes if node.name not in inside)
     if taken:  # a node without an origin is part of a composite, such as multi-head attention
@@ -151,8 +151,8 @@ def _is_one(site: Site) -> bool:
     large enough for their kernel.
     """
     if isinstance(site.fused, plain.Rotary) and len(sizes := sizes_of(site.node.args[0])) == 4:
-        batch, heads, length, width = sizes
-        return batch * length >= break_even_rows(heads * width, in_fp8=False)
+        rows, width = rotation_size(sizes)
+        return rows >= break_even_rows(width, in_fp8=False)
     return not isinstance(site.fused, plain.CrossEntropy) or _is_in_kernel(site)
 
 
@@ -163,8 +163,7 @@ def _is_in_kernel(site: Site) -> bool:
         return numel_of(site.node.args[0]) >= MIN_LOGITS and sizes[-1] % ALIGNED == 0
     if len(sizes) != 4:  # cuDNN's kernels need 4 dimensions
         return False
-    keys = sizes_of(site.node.args[1])[2]
-    return is_large(sizes, keys) and min(sizes[2], keys) >= MIN_ATTENTION_LENGTH
+    return small_attention(sizes, keys=sizes_of(site.node.args[1])[2]) is None
 
 
 def _runs_the_same_kernels(plan: Plan) -> bool:
@@ -186,9 +185,9 @@ def _saved_by_fp8(path: str, plan: Plan, precision: PrecisionPlan, in_cuda_graph
 
 
 def _site_in_fp8(site: Site, precision: PrecisionPlan, in_cuda_graphs: bool) -> Iterator[Work]:
-    for place in site.fused.PRODUCTS:
-        outs, ins = sizes_of(site.node.args[place])
-        rows = numel_of(site.node.args[0]) / sizes_of(site.node.args[0])[-1]
+    rows = math.prod(sizes_of(site.node.args[0])[:-1])
+    for position in site.fused.PRODUCTS:
+        outs, ins = sizes_of(site.node.args[position])
         if not precision.small_calls and rows < break_even_rows(min(outs, ins), True, in_cuda_graphs):
             continue
         flops = 2.0 * rows * outs * ins
@@ -318,7 +317,7 @@ def priced(
     canonical: dict[str, list[fx.Node]] = {}
     for node in plan.before.nodes:
         canonical.setdefault(node.meta.get("origin", ""), []).append(node)
-    for outcome, site in plan.places():
+    for outcome, site in plan.outcomes_with_sites():
         ours = [node for name in outcome.inside for node in canonical.get(name, ())]
         work = sum(map(computed, ours), Work())
         before = sum((moved_bytes(plan.by_name[name]) for name in outcome.inside), work)

@@ -76,7 +76,7 @@ class Site:
     @property
     def weights(self) -> list[tuple[fx.Node, ...]]:
         """The parameters [out, in] of each matrix product; several if they are joined."""
-        return [stored_in(self.node.args[place]) for place in self.fused.PRODUCTS]
+        return [stored_in(self.node.args[position]) for position in self.fused.PRODUCTS]
 
 
 def _standing(node: fx.Node) -> list[fx.Node]:
@@ -100,7 +100,7 @@ class Plan:
         """The captured nodes by name."""
         return {node.name: node for node in self.captured.graph.nodes}
 
-    def places(self) -> Iterator[tuple[Outcome, Site | None]]:
+    def outcomes_with_sites(self) -> Iterator[tuple[Outcome, Site | None]]:
         """Yield the outcomes, each with its site.
 
         The site is None for refused matches, and for merged linears that became part of another site.

@@ -269,7 +269,7 @@ def _of_site(site: Site, in_fp8: bool, delayed: bool) -> _Step:
         return _Step(node, data, *told)
     if not site.weights:
         return _Step(node)  # a rotation
-    weights = [value(node.args[place]) for place in site.fused.PRODUCTS]
+    weights = [value(node.args[position]) for position in site.fused.PRODUCTS]
     parameters = {p for argument in node.args for p in stored_in(argument) if is_parameter(p)}
     outs, ins = weights[0].shape
     result = site.result

@@ -41,7 +41,7 @@ class ProductSize(NamedTuple):
         return limits.break_even_rows(self.width, in_fp8, in_cuda_graphs)
 
 
-def size_of(site: Site, sizes: Callable[[fx.Node], Sequence[Any]] = shape_of) -> ProductSize:
+def size_of_product(site: Site, sizes: Callable[[fx.Node], Sequence[Any]] = shape_of) -> ProductSize:
     """Return the size of a site's first product; `sizes` returns the shape of a node."""
     x, weight = site.node.args[0], site.node.args[site.fused.PRODUCTS[0]]
     return ProductSize(math.prod(sizes(x)[:-1]), min(sizes(weight)), site.fused.gains)

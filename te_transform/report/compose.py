@@ -179,7 +179,7 @@ def _completed(
     keeps = options.backend.HAS_KERNELS and training and not options.compile
     kept = memory.kept_by_site(path, plan, precision) if keeps else {}
     inactive = why_inactive(path, plan, options, precision)
-    for (_, site), outcome, why in zip(plan.places(), priced, inactive, strict=True):
+    for (_, site), outcome, why in zip(plan.outcomes_with_sites(), priced, inactive, strict=True):
         outcome = replace(outcome, inactive=why)
         if site is not None:
             name = products.get(site)
