@@ -101,8 +101,8 @@ def within_band(band: Band, ends: Tensor | None, queries: int, keys: int, device
 
 def within_documents(ends: Tensor, batch: int, length: int) -> Tensor:
     """Return the boolean mask [batch, 1, length, length] of packed documents."""
-    places = torch.arange(batch * length, dtype=torch.int64, device=ends.device)
-    own = torch.bucketize(places, ends, right=True).view(batch, 1, length, 1)
+    positions = torch.arange(batch * length, dtype=torch.int64, device=ends.device)
+    own = torch.bucketize(positions, ends, right=True).view(batch, 1, length, 1)
     return own == own.mT
 
 
@@ -143,12 +143,12 @@ def _documents(keep: Tensor, band: Tensor) -> list[Tensor]:
         The last is this length without documents that are padding.
     """
     begins, own = _begins(keep), sees_itself(keep)
-    places = torch.arange(begins.numel(), dtype=torch.int64, device=keep.device).view_as(begins)
-    starts = torch.where(begins, places, 0).flatten().cummax(0).values.view_as(begins)
+    positions = torch.arange(begins.numel(), dtype=torch.int64, device=keep.device).view_as(begins)
+    starts = torch.where(begins, positions, 0).flatten().cummax(0).values.view_as(begins)
     # padding neither sees nor is seen: keys and queries get different numbers
     seen, seeing = torch.where(own, starts, -1), torch.where(own, starts, -2)
     within = band & (seeing.view(-1, 1, keep.shape[-1], 1) == seen.view(-1, 1, 1, keep.shape[-1]))
-    counted = places - starts + 1
+    counted = positions - starts + 1
     return [(keep == within).all(), begins.sum(), counted.amax(), torch.where(own, counted, 0).amax()]
 
 

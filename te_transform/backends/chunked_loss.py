@@ -154,8 +154,8 @@ def _gather(logits: Tensor, column: Tensor, top: Tensor, total: Tensor, own: Ten
         from te_transform.backends import chunked_loss_kernel
 
         return chunked_loss_kernel.gather_logits(logits, column, top, total, own)
-    inside, place = _targets_in_part(logits, column)
-    own += torch.where(inside, logits.gather(1, place).squeeze(1).to(own.dtype), 0.0)
+    inside, index = _targets_in_part(logits, column)
+    own += torch.where(inside, logits.gather(1, index).squeeze(1).to(own.dtype), 0.0)
     largest, less = _top_and_logsumexp(logits, top.dtype)
     before = top.clone()
     torch.maximum(before, largest, out=top)
@@ -174,9 +174,9 @@ def _to_gradient(logits: Tensor, column: Tensor, top: Tensor, total: Tensor, eac
         from te_transform.backends import chunked_loss_kernel
 
         return chunked_loss_kernel.to_gradient(logits, column, top, total, each)
-    inside, place = _targets_in_part(logits, column)
+    inside, index = _targets_in_part(logits, column)
     found = (logits - top.unsqueeze(1)).sub_(total.unsqueeze(1)).exp_()
-    found.scatter_add_(1, place, -inside.to(found.dtype).unsqueeze(1))
+    found.scatter_add_(1, index, -inside.to(found.dtype).unsqueeze(1))
     torch.mul(found, each.unsqueeze(1), out=logits)
 
 
@@ -192,8 +192,8 @@ def _targets_in_part(logits: Tensor, column: Tensor) -> tuple[Tensor, Tensor]:
 
 def _top_and_logsumexp(logits: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return each row's maximum, and its log-sum-exp relative to the maximum."""
-    top, place = logits.max(1, keepdim=True)
-    less = torch.log_softmax(logits, 1, dtype=dtype).gather(1, place)
+    top, index = logits.max(1, keepdim=True)
+    less = torch.log_softmax(logits, 1, dtype=dtype).gather(1, index)
     return top.squeeze(1).to(dtype), torch.where(top.isneginf(), 0.0, -less).squeeze(1)
 
 

@@ -40,11 +40,11 @@ def differentiable_twice(
         linear: True if the first argument is the only one with a gradient, and the function is linear in it.
             The first argument is then not saved for the backward.
     """
-    places = [place for place, given in enumerate(arguments) if isinstance(given, Tensor)]
-    tensors = [arguments[place] for place in places]
+    indices = [index for index, given in enumerate(arguments) if isinstance(given, Tensor)]
+    tensors = [arguments[index] for index in indices]
     if not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)):
         return kernel(*arguments)
-    call = _PlainCall(plain, arguments, places, linear)
+    call = _PlainCall(plain, arguments, indices, linear)
     out = kernel(*call.arguments_with(_Gate.apply(call, *tensors)))
     backward = _backward_of(out)
     if isinstance(backward, BackwardCFunction):
@@ -101,18 +101,18 @@ class _PlainCall:
     """The arguments of a call other than its tensors, which autograd saves, for the plain version."""
 
     def __init__(
-        self, plain: Callable[..., Out], arguments: tuple[Any, ...], places: list[int], linear: bool
+        self, plain: Callable[..., Out], arguments: tuple[Any, ...], indices: list[int], linear: bool
     ):
-        self.plain, self.places, self.linear = plain, places, linear
+        self.plain, self.indices, self.linear = plain, indices, linear
         self.others = [None if isinstance(given, Tensor) else given for given in arguments]
-        self.autocast = autocast_dtype(arguments[places[0]])
+        self.autocast = autocast_dtype(arguments[indices[0]])
         self.grads: list[OptionalGradients] = []  # of the outputs, until _Gate's backward
 
     def arguments_with(self, tensors: Sequence[Tensor]) -> list[Any]:
         """Return the arguments of the call, with its tensors replaced by `tensors`."""
         arguments = list(self.others)
-        for place, tensor in zip(self.places, tensors, strict=True):
-            arguments[place] = tensor
+        for index, tensor in zip(self.indices, tensors, strict=True):
+            arguments[index] = tensor
         return arguments
 
     def skip(self, inputs: int, grads: OptionalGradients) -> OptionalGradients:

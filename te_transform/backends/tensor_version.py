@@ -24,7 +24,7 @@ class TensorVersion(NamedTuple):
 
     tensor: WeakIdRef
     storage: StorageWeakRef
-    place: int
+    address: int
     version: int
 
     @classmethod
@@ -36,7 +36,7 @@ class TensorVersion(NamedTuple):
     def is_of(self, tensor: Tensor) -> bool:
         """Return True if this is the current version of `tensor`, in a third of the time that of() takes."""
         same = self.tensor() is tensor and self.storage.cdata == tensor.untyped_storage()._cdata
-        return same and self.place == tensor.data_ptr() and self.version == version_of(tensor)
+        return same and self.address == tensor.data_ptr() and self.version == version_of(tensor)
 
     def __deepcopy__(self, memo: dict) -> TensorVersion:
         return self  # a copy of the weak reference would release the storage's reference twice

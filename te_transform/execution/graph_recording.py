@@ -93,16 +93,16 @@ class CallSignature:
         before = _versions(arguments)
         outputs = run(*arguments)
         now, given = _versions(arguments), set(map(id, arguments))
-        self.writes |= {place for place, version in before.items() if now[place] != version}
-        for place, output in enumerate(outputs):
+        self.writes |= {index for index, version in before.items() if now[index] != version}
+        for index, output in enumerate(outputs):
             made = isinstance(output, Tensor) and id(output) not in given
             if self.trained and made and output.requires_grad:
-                output.register_hook(partial(self._note_gradient, place))
+                output.register_hook(partial(self._note_gradient, index))
         return outputs
 
-    def _note_gradient(self, place: int, grad: Tensor | None) -> None:
+    def _note_gradient(self, index: int, grad: Tensor | None) -> None:
         if grad is not None:  # a function with several outputs calls the hooks of all outputs
-            self.wanted.add(place)
+            self.wanted.add(index)
 
     def record_for(self, wanted: set[int], note: Callable[[str], None]) -> None:
         """Record the next call for other outputs with gradients, unless the set keeps changing."""
@@ -116,13 +116,13 @@ class CallSignature:
         graphs = self.graphs
         if not self.trained:
             return graphs.outputs.assemble(graphs.forward(arguments), arguments)
-        trained = [arguments[place] for place in self.trained]
+        trained = [arguments[index] for index in self.trained]
         return graphs.outputs.assemble(Replay.apply(self, function, arguments, *trained), arguments)
 
 
 def _versions(arguments: Sequence[Any]) -> dict[int, int]:
-    tensors = ((place, a) for place, a in enumerate(arguments) if isinstance(a, Tensor))
-    return {place: a._version for place, a in tensors if not a.is_inference()}
+    tensors = ((index, a) for index, a in enumerate(arguments) if isinstance(a, Tensor))
+    return {index: a._version for index, a in tensors if not a.is_inference()}
 
 
 class GraphRecording:
@@ -143,7 +143,7 @@ class GraphRecording:
         self.outputs = RecordedOutputs.of(outputs, arguments, kind.wanted, bool(kind.trained))
         # the number of leading arguments that a replay needs; the recorded kernels read the others in place
         self.needs = 1 + max([*self.inputs.copies, *self.writes, *self.outputs.given.values()], default=-1)
-        returned = [outputs[place] for place in self.outputs.tensors]
+        returned = [outputs[index] for index in self.outputs.tensors]
         self.seeds = [torch.zeros_like(returned[number]) for number in self.outputs.wanted]
         self.watched: list[int] = []  # the indices of static arguments that the backward reads
         self.graphs = self._recorded(function, kind, arguments, returned[0].device)
@@ -157,7 +157,7 @@ class GraphRecording:
 
         def forward() -> list[Tensor]:
             found, trained[:] = call_on_views(function.run, arguments, kind.trained)
-            return [found[place] for place in self.outputs.tensors]
+            return [found[index] for index in self.outputs.tensors]
 
         def backward(found: list[Tensor]) -> list[Tensor | None]:
             used = [found[number] for number in self.outputs.wanted]
@@ -175,9 +175,9 @@ class GraphRecording:
         with torch.no_grad():
             self.inputs.copy_from(arguments)
             self.graphs.replay_forward()
-            for place in self.writes:
-                if not arguments[place].is_inference():
-                    increment_version(arguments[place])
+            for index in self.writes:
+                if not arguments[index].is_inference():
+                    increment_version(arguments[index])
             return [output.clone() for output in self.graphs.outputs]
 
     def backward(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -202,13 +202,13 @@ class Replay(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.kind, ctx.graphs, ctx.arguments = kind, graphs, arguments
         ctx.function, ctx.before = function, Writes()
-        ctx.before.note([arguments[place] for place in function.writes])
+        ctx.before.note([arguments[index] for index in function.writes])
         ctx.forward = Forward()
         kind.waiting = weakref.ref(ctx.forward)
         ctx.random, ctx.autocast = random_state(trained[0].device), autocast_now(trained[0].device.type)
-        ctx.read = _noted([arguments[place] for place in graphs.inputs.unchanged])
+        ctx.read = _noted([arguments[index] for index in graphs.inputs.unchanged])
         outputs = graphs.forward(arguments)
-        ctx.watched = _noted([arguments[place] for place in graphs.watched])
+        ctx.watched = _noted([arguments[index] for index in graphs.watched])
         # autograd frees a saved tensor after the last backward
         ctx.save_for_backward(torch.empty(0, dtype=torch.float32, device="cpu"))
         ctx.mark_non_differentiable(*(outputs[number] for number in graphs.outputs.without))
@@ -239,8 +239,8 @@ def _noted(tensors: Sequence[Tensor]) -> list[tuple[Tensor, int, int]]:
 
 def _check_unchanged(noted: Sequence[tuple[Tensor, int, int]]) -> None:
     check_unwritten([(tensor, version) for tensor, version, _ in noted])
-    for tensor, _, place in noted:
-        if tensor.data_ptr() != place:
+    for tensor, _, address in noted:
+        if tensor.data_ptr() != address:
             raise RuntimeError(
                 f"expected a tensor of shape {list(tensor.shape)} at the address of the forward, got a new "
                 "one before the backward of a CUDA graph; assign to .data after the backward, or convert "
@@ -261,8 +261,8 @@ def _computed_again(ctx: Any, grads: Sequence[Tensor | None]) -> Sequence[Tensor
         with torch.autocast(**ctx.autocast):
             outputs, trained = call_on_views(ctx.function.run, ctx.arguments, ctx.kind.trained)
         pairs = [
-            (outputs[place], grad)
-            for place, grad in zip(ctx.graphs.outputs.tensors, grads, strict=True)
+            (outputs[index], grad)
+            for index, grad in zip(ctx.graphs.outputs.tensors, grads, strict=True)
             if grad is not None
         ]
         used, given = zip(*pairs, strict=True)

@@ -73,7 +73,7 @@ class Head:
         self.module, self.inputs = edit.cut_out(graph, nodes, self.own)
         self.rest = edit.without(graph, nodes, self.passed)
         placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
-        self.places = {node: place for place, node in enumerate(placeholders)}
+        self.argument_indices = {node: index for index, node in enumerate(placeholders)}
         self.compile = compile
         self.run: Callable[..., Sequence[Any]] | None = None if compile else self.module.forward
         self.logits = None if compile is None else _beside_a_loss(self.own, reads)
@@ -81,7 +81,9 @@ class Head:
     def __call__(self, rest: Callable[..., Sequence[Any]], *arguments: Any) -> list[Any]:
         """Return the outputs of the whole graph. The function `rest` computes the other operations."""
         values = dict(zip(self.passed, rest(*arguments), strict=True))
-        given = [values[node] if node in values else arguments[self.places[node]] for node in self.inputs]
+        given = [
+            values[node] if node in values else arguments[self.argument_indices[node]] for node in self.inputs
+        ]
         run = self.run or self._compiled([*map(as_leaf, given)])
         values.update(zip(self.own, run(*given), strict=True))
         return [values[node] if isinstance(node, fx.Node) else node for node in self.outputs]
@@ -95,23 +97,23 @@ class Head:
     def _compiled(self, given: list[Any]) -> Callable[..., Sequence[Any]]:
         with compile_lock:
             if self.run is None:  # another thread may have
-                module, place = self.module, self.logits
-                if place is not None:
-                    module = edit.passed_through(module, place, torch.detach)
+                module, index = self.module, self.logits
+                if index is not None:
+                    module = edit.passed_through(module, index, torch.detach)
                 run = self.compile(module, given)
                 if run is None:
                     self.run = self.module.forward
                 else:
-                    self.run = run if place is None else partial(self._run_without_gradient, run, place)
+                    self.run = run if index is None else partial(self._run_without_gradient, run, index)
             return self.run
 
-    def _run_without_gradient(self, run: Callable[..., Sequence[Any]], place: int, *given: Any) -> list[Any]:
-        """Return the outputs of a function, with a lazy gradient for the output at `place`."""
+    def _run_without_gradient(self, run: Callable[..., Sequence[Any]], index: int, *given: Any) -> list[Any]:
+        """Return the outputs of a function, with a lazy gradient for the output at `index`."""
         outputs, trained = [*run(*given)], trained_among(given)
         # nothing is written, so tensors that the function saved stay valid
-        with torch.autograd._unsafe_preserve_version_counter(outputs[place]):
+        with torch.autograd._unsafe_preserve_version_counter(outputs[index]):
             tensors = [given[number] for number in trained]
-            outputs[place] = _Logits.apply(outputs[place], self, place, given, trained, *tensors)
+            outputs[index] = _Logits.apply(outputs[index], self, index, given, trained, *tensors)
         return outputs
 
 
@@ -123,7 +125,7 @@ class _Logits(torch.autograd.Function):
         ctx: Any,
         logits: Tensor,
         head: Head,
-        place: int,
+        index: int,
         given: Sequence[Any],
         trained: Sequence[int],
         *tensors: Tensor,
@@ -131,7 +133,7 @@ class _Logits(torch.autograd.Function):
         ctx.mark_dirty(logits)  # otherwise the logits would be a view, and in-place writes would raise
         ctx.save_for_backward(*(each for each in given if isinstance(each, Tensor)))
         ctx.others = [None if isinstance(each, Tensor) else each for each in given]
-        ctx.head, ctx.place, ctx.trained = head, place, trained
+        ctx.head, ctx.index, ctx.trained = head, index, trained
         ctx.autocast = autocast_now(logits.device.type)
         return logits
 
@@ -142,7 +144,7 @@ class _Logits(torch.autograd.Function):
         ctx.head.compile_with_gradient()
         with torch.enable_grad(), torch.autocast(**ctx.autocast):
             outputs, views = call_on_views(ctx.head.module.forward, given, ctx.trained)
-        found = gradients_of([outputs[ctx.place]], views, [grad], create_graph=recorded)
+        found = gradients_of([outputs[ctx.index]], views, [grad], create_graph=recorded)
         return None, None, None, None, None, *found
 
 
@@ -151,8 +153,8 @@ def _beside_a_loss(outputs: Sequence[fx.Node], reads: Sequence[fx.Node]) -> int 
 
     Logits are the only output that is larger than the inputs of the head, with memory of their own.
     """
-    large = [place for place, node in enumerate(outputs) if numel_of(node) > max(map(numel_of, reads))]
-    trained = [place for place, node in enumerate(outputs) if value(node).requires_grad]
+    large = [index for index, node in enumerate(outputs) if numel_of(node) > max(map(numel_of, reads))]
+    trained = [index for index, node in enumerate(outputs) if value(node).requires_grad]
     apart = len({*storages(outputs)}) == len(outputs)
     return large[0] if apart and len(large) == 1 and len(trained) > 1 and large[0] in trained else None
 

@@ -121,12 +121,12 @@ def _by_bytes(nodes: Sequence[fx.Node], given: Mapping[fx.Node, Any], bucket: in
     Returns:
         The runs in order, or nothing if there is a single run.
     """
-    places, gradients = _cut_positions(nodes), _first_read_bytes(nodes, given)
+    positions, gradients = _cut_positions(nodes), _first_read_bytes(nodes, given)
     cuts, waiting = [len(nodes)], 0
-    for place in reversed(range(len(nodes))):
-        waiting += gradients[place]
-        if waiting >= bucket and place in places:
-            cuts.append(place)
+    for position in reversed(range(len(nodes))):
+        waiting += gradients[position]
+        if waiting >= bucket and position in positions:
+            cuts.append(position)
             waiting = 0
     # the rest at the front joins the first run
     return [[*nodes[start:stop]] for start, stop in pairwise([0, *cuts[-2::-1]])]
@@ -145,16 +145,16 @@ def _cut_positions(nodes: Sequence[fx.Node]) -> set[int]:
     starts = [*accumulate(sizes, initial=0)]
     first = next((run for run in pairwise(starts) if _layer_of(nodes[run[0]]) in layers), (0, 0))
     handed_on = _handed_on(nodes)
-    most = max(handed_on[place] for place in first)
-    return {*starts, *(place for place in range(*first) if handed_on[place] <= most)}
+    most = max(handed_on[position] for position in first)
+    return {*starts, *(position for position in range(*first) if handed_on[position] <= most)}
 
 
 def _handed_on(nodes: Sequence[fx.Node]) -> list[float]:
     """Return the bytes that cross each cut between operations; infinite if a value is not a tensor."""
-    place = {node: number for number, node in enumerate(nodes)}
+    numbers = {node: number for number, node in enumerate(nodes)}
     handed_on = [0.0] * (len(nodes) + 1)
-    for node, number in place.items():
-        last = max((place[user] for user in node.users if user in place), default=number)
+    for node, number in numbers.items():
+        last = max((numbers[user] for user in node.users if user in numbers), default=number)
         for between in range(number + 1, last + 1):
             handed_on[between] += bytes_of(node) if is_tensor_node(node) else inf
     return handed_on

@@ -47,10 +47,10 @@ class Piece:
 
 def cut_pieces(graph: fx.GraphModule, runs: Runs) -> list[Piece]:
     """Cut a graph into pieces, one for each run of operations."""
-    place = {node: number for number, (run, _) in enumerate(runs) for node in run}
+    run_numbers = {node: number for number, (run, _) in enumerate(runs) for node in run}
     pieces = []
     for number, (run, marks) in enumerate(runs):
-        outputs = [node for node in run if any(place.get(user) != number for user in node.users)]
+        outputs = [node for node in run if any(run_numbers.get(user) != number for user in node.users)]
         results = outputs if marks is None else [marks[1].args[0]]
         module, inputs = edit.cut_out(graph, run, results)
         pieces.append(Piece(module, inputs, outputs if marks is None else marks[1:], marks))

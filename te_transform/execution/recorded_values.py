@@ -41,24 +41,24 @@ class RecordedInputs:
             static_inputs: for each argument, True if all calls share its memory.
             changes: the indices of the arguments that the call writes to.
         """
-        tensors = {place: a for place, a in enumerate(arguments) if isinstance(a, Tensor)}
-        copies = {place: unexpanded(tensor) for place, tensor in tensors.items() if not static_inputs[place]}
-        static = {place: tensor.data_ptr() for place, tensor in tensors.items() if static_inputs[place]}
+        tensors = {index: a for index, a in enumerate(arguments) if isinstance(a, Tensor)}
+        copies = {index: unexpanded(tensor) for index, tensor in tensors.items() if not static_inputs[index]}
+        static = {index: tensor.data_ptr() for index, tensor in tensors.items() if static_inputs[index]}
         parameters = [
-            (weakref.ref(tensors[place]), address)
-            for place, address in static.items()
-            if isinstance(tensors[place], torch.nn.Parameter)
+            (weakref.ref(tensors[index]), address)
+            for index, address in static.items()
+            if isinstance(tensors[index], torch.nn.Parameter)
         ]
         return cls(copies, static, parameters, sorted(tensors.keys() - {*changes}))
 
     def copy_from(self, arguments: Sequence[Any]) -> None:
         """Copy the arguments of a call to the tensors that the recorded kernels read."""
-        for place, copy in self.copies.items():
-            copy.copy_(unexpanded(arguments[place]), non_blocking=True)
+        for index, copy in self.copies.items():
+            copy.copy_(unexpanded(arguments[index]), non_blocking=True)
 
     def keep_addresses(self, arguments: Sequence[Any]) -> bool:
         """Return True if the static inputs of a call have the recorded addresses."""
-        return all(arguments[place].data_ptr() == address for place, address in self.static.items())
+        return all(arguments[index].data_ptr() == address for index, address in self.static.items())
 
     def have_moved(self) -> bool:
         """Return True if parameters are gone or have new addresses."""
@@ -69,8 +69,8 @@ class RecordedInputs:
         """Return the indices of the static inputs that share a storage with one of the tensors."""
         spans = [(t.untyped_storage().data_ptr(), t.untyped_storage().nbytes()) for t in tensors]
         return [
-            place
-            for place, address in self.static.items()
+            index
+            for index, address in self.static.items()
             if any(start <= address < start + length for start, length in spans)
         ]
 
@@ -105,9 +105,9 @@ class RecordedOutputs:
             wanted: the indices of the outputs that got gradients in earlier calls.
             is_trained: True if the call has a backward.
         """
-        numbers = {id(argument): place for place, argument in enumerate(arguments)}
-        given = {place: numbers[id(out)] for place, out in enumerate(outputs) if id(out) in numbers}
-        made = {place for place, out in enumerate(outputs) if isinstance(out, Tensor)} - given.keys()
+        numbers = {id(argument): index for index, argument in enumerate(arguments)}
+        given = {index: numbers[id(out)] for index, out in enumerate(outputs) if id(out) in numbers}
+        made = {index for index, out in enumerate(outputs) if isinstance(out, Tensor)} - given.keys()
         constants = [None if p in made or p in given else out for p, out in enumerate(outputs)]
         tensors = sorted(made)
         differentiable = [n for n, p in enumerate(tensors) if is_trained and outputs[p].requires_grad]
@@ -118,8 +118,8 @@ class RecordedOutputs:
     def assemble(self, tensors: Sequence[Tensor], arguments: Sequence[Any]) -> list[Any]:
         """Return the outputs of a call with these arguments, which computed these new tensors."""
         outputs = list(self.constants)
-        for place, number in self.given.items():
-            outputs[place] = arguments[number]
-        for place, tensor in zip(self.tensors, tensors, strict=True):
-            outputs[place] = tensor
+        for index, number in self.given.items():
+            outputs[index] = arguments[number]
+        for index, tensor in zip(self.tensors, tensors, strict=True):
+            outputs[index] = tensor
         return outputs

@@ -199,7 +199,7 @@ def _record_and_compare(
             outputs, trained = call_on_views(function.run, held, signature.trained)
         if (why := _unfit_outputs(outputs, held)) is not None:  # the same on every rank
             return None, why
-        seeds = {place: torch.randn_like(outputs[place]) for place in sorted(signature.wanted)}
+        seeds = {index: torch.randn_like(outputs[index]) for index in sorted(signature.wanted)}
         expected = _with_gradients(outputs, trained, seeds)
     recorded = None
     if waits:
@@ -220,7 +220,7 @@ def _record_and_compare(
         recorded.gradients.is_free(())
         found = recorded.outputs.assemble(recorded.forward(arguments), held)
         if signature.trained:
-            found += recorded.backward([seeds.get(place) for place in recorded.outputs.tensors])
+            found += recorded.backward([seeds.get(index) for index in recorded.outputs.tensors])
         off = [*map(distance, found, expected)]
         del found
     rerun = partial(_distances, function, signature, held, seeds, expected)
@@ -262,7 +262,7 @@ def _distances(
     """Return how far a rerun of the function with perturbed gradients is from its first results."""
     with as_it_was(held, function.changes):
         outputs, trained = call_on_views(function.run, held, signature.trained)
-        rounded = {place: _rounded_otherwise(seed) for place, seed in seeds.items()}
+        rounded = {index: _rounded_otherwise(seed) for index, seed in seeds.items()}
         return [*map(distance, _with_gradients(outputs, trained, rounded), expected)]
 
 
@@ -284,7 +284,7 @@ def _with_gradients(
     found = [output.detach() if isinstance(output, Tensor) else output for output in outputs]
     if not trained:
         return found
-    used, given = [outputs[place] for place in seeds], [*seeds.values()]
+    used, given = [outputs[index] for index in seeds], [*seeds.values()]
     return [*found, *gradients_of(used, trained, given)]
 
 

@@ -29,11 +29,11 @@ def call_on_views(
     Returns:
         The outputs, and the views.
     """
-    given = (arguments[place] for place in trained)
+    given = (arguments[index] for index in trained)
     views = {id(argument): known_as(argument.view_as(argument), argument) for argument in given}
     found = run(*(views.get(id(argument), argument) for argument in arguments))
     # an argument that is returned unchanged is the argument, not its view
-    own = {id(view): arguments[place] for place, view in zip(trained, views.values(), strict=True)}
+    own = {id(view): arguments[index] for index, view in zip(trained, views.values(), strict=True)}
     return [own.get(id(output), output) for output in found], [*views.values()]
 
 
@@ -47,7 +47,7 @@ def gradients_of(
 
 def trained_among(arguments: Sequence[Any]) -> list[int]:
     """Return the indices of the arguments that need a gradient, one index for each tensor."""
-    return [*{id(a): place for place, a in enumerate(arguments) if is_trained(a)}.values()]
+    return [*{id(a): index for index, a in enumerate(arguments) if is_trained(a)}.values()]
 
 
 def is_trained(argument: Any) -> bool:
@@ -80,7 +80,7 @@ def as_it_was(arguments: Sequence[Any], writes: Sequence[int]) -> Iterator[None]
     """Restore the written arguments and the random state at the end."""
     device = next(a.device for a in arguments if isinstance(a, Tensor))
     with torch.random.fork_rng([device] if device.type == "cuda" else []), unwritten() as noted:
-        noted.note([arguments[place] for place in writes])
+        noted.note([arguments[index] for index in writes])
         yield
 
 

@@ -101,10 +101,10 @@ class Specializations:
         self.version, self.make = version, make
         placeholders = [node for node in plan.captured.graph.nodes if node.op == "placeholder"]
         names = [node.name for node in placeholders]
-        self.varying = [place for place, node in enumerate(placeholders) if _varies(node)]
+        self.varying = [index for index, node in enumerate(placeholders) if _varies(node)]
         self.never = _why_never(plan, options)
         seen = written(plan.captured.graph)
-        self.writes = [place for place, node in enumerate(placeholders) if node in seen]
+        self.writes = [index for index, node in enumerate(placeholders) if node in seen]
         # the fused products, each with the index of its first parameter
         self.weights = {
             site: names.index(site.weights[0][0].meta["origin"]) for site in version.sites if site.weights
@@ -178,7 +178,7 @@ class Specializations:
             return _ACCUMULATED
         sites: frozenset[Site] = frozenset()
         if scaling is not None:
-            in_fp8 = [in_recipe(arguments[place], site.fused.in_fp8) for site, place in self.products.items()]
+            in_fp8 = [in_recipe(arguments[index], site.fused.in_fp8) for site, index in self.products.items()]
             kind = (scaling, tuple(in_fp8), self.sizes(arguments))
             if kind not in self.in_fp8.known:
                 return FirstCall(kind)
@@ -213,7 +213,7 @@ class Specializations:
 
     def sizes(self, arguments: Sequence[Any]) -> tuple[Any, ...]:
         """Return the sizes that dynamo did not guard: numbers, shapes and strides."""
-        varying = (arguments[place] for place in self.varying)
+        varying = (arguments[index] for index in self.varying)
         return tuple((a.shape, a.stride()) if isinstance(a, Tensor) else a for a in varying)
 
     def _only_in_te(self, recipe: Any) -> str:
@@ -277,9 +277,9 @@ class Specializations:
             return ()
         tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
         storages = [tensor.untyped_storage()._cdata for tensor in tensors]
-        times, places = Counter(storages), {storage: place for place, storage in enumerate(storages)}
+        times, indices = Counter(storages), {storage: index for index, storage in enumerate(storages)}
         return tuple(
-            (places[storage], tensor.storage_offset()) if times[storage] > 1 else None
+            (indices[storage], tensor.storage_offset()) if times[storage] > 1 else None
             for storage, tensor in zip(storages, tensors, strict=True)
         )
 

@@ -35,12 +35,12 @@ class States:
     def __init__(self, states: dict[fx.Node, ProductState]):
         self.states = states
         leaves = [tensor for state in states.values() for tensor in state.tensors()]
-        places: dict[int, int] = {}
-        self.pattern = tuple(places.setdefault(tensor.data_ptr(), len(places)) for tensor in leaves)
+        numbers: dict[int, int] = {}
+        self.pattern = tuple(numbers.setdefault(tensor.data_ptr(), len(numbers)) for tensor in leaves)
         self.tensors = [*dict(zip(self.pattern, leaves, strict=True)).values()]
         kept = {tensor.data_ptr() for state in states.values() for held in state.weights for tensor in held}
         # the indices of the tensors that calls write to: scales and amax
-        self.written = [place for place, held in enumerate(self.tensors) if held.data_ptr() not in kept]
+        self.written = [index for index, held in enumerate(self.tensors) if held.data_ptr() not in kept]
 
     def are(self, states: dict[fx.Node, ProductState]) -> bool:
         """Return True if the states are the same objects, of the same calls."""
@@ -63,7 +63,7 @@ class Precomputed:
         # `.data`, so that autograd does not see writes: the next forward may come before this backward
         self.tensors = [*(held for _, held in found), *(tensor.data for tensor in states.tensors)]
         self.static_inputs = [*(node in staying for node, _ in found), *(True for _ in states.tensors)]
-        self.written = [len(found) + place for place in states.written]
+        self.written = [len(found) + index for index in states.written]
         self.computed = len(found)  # the number of leading tensors that are computed, not states
         answers = tuple(None if isinstance(leaf, Tensor) else leaf for _, leaf in leaves)
         self.key = (answers, states.pattern)
@@ -74,8 +74,8 @@ class Precomputed:
         A precomputed tensor is static if it is memory of these arguments, not a copy that each call makes.
         """
         own = {*addresses([argument for argument in arguments if isinstance(argument, Tensor)])}
-        where = [*addresses(self.tensors[: self.computed])]
-        is_own = [place in own for place in where] + [True] * (len(self.tensors) - self.computed)
+        computed = addresses(self.tensors[: self.computed])
+        is_own = [address in own for address in computed] + [True] * (len(self.tensors) - self.computed)
         return [*map(and_, self.static_inputs, is_own)]
 
 
@@ -86,12 +86,12 @@ class Precomputation:
     Attributes:
         nodes: in the order of the module's outputs.
         module: computes them.
-        places: the indices of the arguments that the module reads.
+        reads: the indices of the arguments that the module reads.
     """
 
     nodes: Sequence[fx.Node]
     module: fx.GraphModule
-    places: Sequence[int]
+    reads: Sequence[int]
 
     @classmethod
     def of(
@@ -103,7 +103,7 @@ class Precomputation:
 
     def values(self, arguments: Sequence[Any]) -> dict[fx.Node, Any]:
         """Compute the nodes from the arguments of a call."""
-        found = self.module.forward(*(arguments[place] for place in self.places))
+        found = self.module.forward(*(arguments[index] for index in self.reads))
         return dict(zip(self.nodes, found, strict=True))
 
 
@@ -132,7 +132,7 @@ class Specialized:
         calls = {node.target: node for node in nodes if node.op == "call_module"}
         self.products = {site: calls[site.name.replace(".", "_")] for site in products}
         self.weights = {
-            site: [node.args[place] for place in site.fused.PRODUCTS] for site, node in self.products.items()
+            site: [node.args[index] for index in site.fused.PRODUCTS] for site, node in self.products.items()
         }
         self.trained = {site: _product_has_backward(site, node) for site, node in self.products.items()}
         masks = self._masks()
@@ -181,7 +181,7 @@ class Specialized:
         if not repeats and not any(state.weights for state in states.values()):
             self.states = known
         found = Precomputed(values, self.staying, known)
-        if not (self.before.places or self.products or found.tensors):
+        if not (self.before.reads or self.products or found.tensors):
             self.constant = found
         return found
 

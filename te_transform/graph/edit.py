@@ -461,12 +461,12 @@ def without(gm: fx.GraphModule, nodes: Sequence[fx.Node], outputs: Sequence[fx.N
     return module_of(gm, graph)
 
 
-def passed_through(gm: fx.GraphModule, place: int, function: Callable, *rest: Any) -> fx.GraphModule:
-    """Return a copy of a module in which output number `place` is replaced by function(output, *rest)."""
+def passed_through(gm: fx.GraphModule, index: int, function: Callable, *rest: Any) -> fx.GraphModule:
+    """Return a copy of a module in which output number `index` is replaced by function(output, *rest)."""
     graph, _ = copy_by_name(gm.graph)
     output, outputs = graph.output_node(), [*node_info.returned(graph)]
-    node = outputs[place]
-    outputs[place] = insert_call(graph, output, function, (node, *rest), like=node)
+    node = outputs[index]
+    outputs[index] = insert_call(graph, output, function, (node, *rest), like=node)
     output.args = (tuple(outputs),)
     return module_of(gm, graph)
 

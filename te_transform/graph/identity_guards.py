@@ -1,6 +1,6 @@
 """A guard for the objects that a capture takes for different ones, or for one.
 
-Dynamo folds `a is b`, and tracks a list that is found in two places as two lists, without a guard that they
+Dynamo folds `a is b`, and tracks a list that is found twice as two lists, without a guard that they
 stay different. Each graph has one such guard, for the objects that the forward compares, uses as keys, or
 changes.
 """
@@ -70,10 +70,10 @@ def _same_objects(builder: Any, guard: Guard, notes: _Compared) -> None:
     """Build the guard after all objects were compared."""
     names = notes.names(builder)
     if len(names) > 1:
-        guard_at_root(builder, guard, f"({', '.join(names)})", _firsts, f"places of {len(names)} objects")
+        guard_at_root(builder, guard, f"({', '.join(names)})", _firsts, f"identities of {len(names)} objects")
 
 
 def _firsts(held: Iterable[Any]) -> tuple[int, ...]:
-    """Return, for each object, the place where it is found first."""
-    places: dict[int, int] = {}
-    return tuple(places.setdefault(id(value), place) for place, value in enumerate(held))
+    """Return, for each object, the index at which it is found first."""
+    indices: dict[int, int] = {}
+    return tuple(indices.setdefault(id(value), index) for index, value in enumerate(held))

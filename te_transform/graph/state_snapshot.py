@@ -43,14 +43,14 @@ class TensorContent(Content):
     Two copies of the parameters may not fit into memory, see preserve.py.
     """
 
-    __slots__ = ("grad", "memory", "names", "numbers", "place", "requires_grad")
+    __slots__ = ("alias", "grad", "memory", "names", "numbers", "requires_grad")
 
     def __init__(self, value: Tensor):
         super().__init__(value)
-        self.place = value.detach() if is_plain(value) else None  # the same memory
+        self.alias = value.detach() if is_plain(value) else None  # shares the memory
         has_numbers = not (isinstance(value, nn.Parameter) or value.is_meta or is_fake(value))
         self.numbers = value.detach().clone() if has_numbers else None
-        overlaps = has_numbers and self.place is not None and torch._debug_has_internal_overlap(value) != 0
+        overlaps = has_numbers and self.alias is not None and torch._debug_has_internal_overlap(value) != 0
         self.memory = value.untyped_storage().clone() if overlaps else None  # copy_() refuses such a tensor
         self.requires_grad, self.grad = value.requires_grad, value.grad if value.is_leaf else None
         self.names = self._now()
@@ -75,8 +75,8 @@ class TensorContent(Content):
 
     def _put_numbers_back(self) -> None:
         value = self.value
-        if self.place is not None and not _lie_alike(value, self.place):
-            value.data = self.place  # the tensor was resized or has other memory
+        if self.alias is not None and not _lie_alike(value, self.alias):
+            value.data = self.alias  # the tensor was resized or has other memory
         if self.numbers is None or same_bits(value, self.numbers):
             return
         if self.memory is not None:

@@ -31,9 +31,10 @@ class BlockCalls:
         form = self.forms.get(_call_key(block, args, kwargs))
         if form is None:
             return None
-        spec, places = form
+        spec, sources = form
         given = tree_leaves((args, kwargs))
-        return (tree_unflatten([given[place] if is_given else place for is_given, place in places], spec),)
+        leaves = [given[source] if is_given else source for is_given, source in sources]
+        return (tree_unflatten(leaves, spec),)
 
     def learn(self, block: nn.Module, args: tuple, kwargs: dict, out: Any) -> None:
         """Learn the form of a block's output from a call."""
@@ -41,16 +42,16 @@ class BlockCalls:
         if noted is None or key in self.forms:
             return
         given, (leaves, spec) = tree_leaves((args, kwargs)), tree_flatten(out)
-        places = [_position_of(leaf, given, *noted) for leaf in leaves]
-        is_known = None not in places and any(leaf is noted[1] for leaf in leaves)
-        self.forms[key] = (spec, places) if is_known else None
+        sources = [_source_of(leaf, given, *noted) for leaf in leaves]
+        is_known = None not in sources and any(leaf is noted[1] for leaf in leaves)
+        self.forms[key] = (spec, sources) if is_known else None
 
 
-def _position_of(leaf: Any, given: Sequence[Any], before: Any, behind: Any) -> tuple[bool, Any] | None:
+def _source_of(leaf: Any, given: Sequence[Any], before: Any, behind: Any) -> tuple[bool, Any] | None:
     """Return the source of one output of a dropped block: the position of an argument, or a constant."""
     wanted = before if leaf is behind else leaf
     if isinstance(wanted, Tensor):
-        return next(((True, place) for place, held in enumerate(given) if held is wanted), None)
+        return next(((True, index) for index, held in enumerate(given) if held is wanted), None)
     return (False, leaf) if leaf is None or isinstance(leaf, (bool, str)) else None
 
 

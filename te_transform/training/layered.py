@@ -115,11 +115,11 @@ class Layered:
         self.factors = LayerFactors(layers)
         graph = plan_.captured.graph
         placeholders = [node for node in graph.nodes if node.op == "placeholder"]
-        self.places = {node.name: place for place, node in enumerate(placeholders)}
+        self.argument_indices = {node.name: index for index, node in enumerate(placeholders)}
         marks = {node: node.args[0].name for _, node in marked(graph)}
-        self.ends = {marks[node]: place for place, node in enumerate(returned(graph)) if node in marks}
+        self.ends = {marks[node]: index for index, node in enumerate(returned(graph)) if node in marks}
         unread = [filter(is_parameter, unreached_arguments([layer])) for layer in layers]
-        self.weights = [[self.places[node.name] for node in nodes] for nodes in unread]
+        self.weights = [[self.argument_indices[node.name] for node in nodes] for nodes in unread]
         self.in_recipe = any(getattr(site.fused, "in_fp8", False) for site in plan_.sites)
 
     def __call__(self, decision: Decision, path: str, arguments: Sequence[Any]) -> Any:
@@ -135,7 +135,7 @@ class Layered:
         finally:
             dropped.reset(token)
         if self.in_recipe:
-            keep_scales(arguments[place] for number in left_out for place in self.weights[number])
+            keep_scales(arguments[index] for number in left_out for index in self.weights[number])
         self._note_ends(arguments, outputs)
         return self._with_zeros(outputs, arguments, left_out) if decision.needs_zeros else outputs
 
@@ -153,7 +153,7 @@ class Layered:
     def _note_ends(self, arguments: Sequence[Any], outputs: Sequence[Any]) -> None:
         """Note the stream before and after the graph, if the graph is a single layer."""
         start, end = self.layers[0].start.name, self.layers[0].end.name
-        found = self.places.get(start), self.ends.get(end)
+        found = self.argument_indices.get(start), self.ends.get(end)
         is_whole = len(self.layers) == 1 and None not in found
         ends.set((arguments[found[0]], outputs[found[1]]) if is_whole else None)
 
@@ -162,14 +162,14 @@ class Layered:
         if not (left_out and torch.is_grad_enabled()):
             return outputs
         unread = unreached_arguments([self.layers[number] for number in left_out])
-        given = (arguments[self.places[node.name]] for node in unread)
+        given = (arguments[self.argument_indices[node.name]] for node in unread)
         weights = [argument for argument in given if is_trained(argument)]
-        trained = [place for place, held in enumerate(outputs) if is_trained(held)]
+        trained = [index for index, held in enumerate(outputs) if is_trained(held)]
         if not (weights and trained):
             return outputs
-        held = _Zeros.apply(len(trained), *(outputs[place] for place in trained), *weights)
+        held = _Zeros.apply(len(trained), *(outputs[index] for index in trained), *weights)
         found = dict(zip(trained, held, strict=True))
-        return type(outputs)(found.get(place, held) for place, held in enumerate(outputs))
+        return type(outputs)(found.get(index, held) for index, held in enumerate(outputs))
 
 
 class _Zeros(torch.autograd.Function):

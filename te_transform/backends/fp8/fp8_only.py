@@ -98,19 +98,19 @@ StoredForms = dict[int, tuple[type[FP8Only], torch.dtype]]
 def forms_of(arguments: Sequence[Any]) -> StoredForms:
     """Return the class and dtype of each FP8-only argument, by its position."""
     return {
-        place: (type(held), held.dtype) for place, held in enumerate(arguments) if isinstance(held, FP8Only)
+        index: (type(held), held.dtype) for index, held in enumerate(arguments) if isinstance(held, FP8Only)
     }
 
 
 def opened(arguments: Sequence[Any], forms: StoredForms) -> list[Any]:
     """Replace FP8-only arguments by their bytes, and append their scales."""
-    found = [argument.held if place in forms else argument for place, argument in enumerate(arguments)]
-    return [*found, *(arguments[place].inverse for place in forms)]
+    found = [argument.held if index in forms else argument for index, argument in enumerate(arguments)]
+    return [*found, *(arguments[index].inverse for index in forms)]
 
 
 def closed(arguments: Sequence[Any], forms: StoredForms) -> list[Any]:
     """Undo opened()."""
     found = list(arguments[: len(arguments) - len(forms)])
-    for (place, (kind, dtype)), inverse in zip(forms.items(), arguments[len(found) :], strict=True):
-        found[place] = kind(found[place], inverse, dtype)
+    for (index, (kind, dtype)), inverse in zip(forms.items(), arguments[len(found) :], strict=True):
+        found[index] = kind(found[index], inverse, dtype)
     return found

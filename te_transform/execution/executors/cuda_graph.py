@@ -108,7 +108,7 @@ class CudaGraph:
         pairs = zip(arguments, self.static_inputs, strict=True)
         others = [argument for argument, is_static in pairs if not is_static]
         if writes:
-            changed = {arguments[place].untyped_storage()._cdata for place in writes}
+            changed = {arguments[index].untyped_storage()._cdata for index in writes}
             tensors = (other for other in others if isinstance(other, Tensor))
             if any(tensor.untyped_storage()._cdata in changed for tensor in tensors):
                 return None
@@ -163,14 +163,14 @@ class CudaGraph:
         known_stay = known.stay_as(compress(arguments, self.static_inputs)) if as_own else known.static_inputs
         given = dict(zip(placeholders, [*arguments, *known.tensors], strict=True))
         static_inputs = dict(zip(placeholders, [*self.static_inputs, *known_stay], strict=True))
-        writes = {placeholders[place] for place in self.specializations.writes}
-        states = {placeholders[len(arguments) + place] for place in known.written}
+        writes = {placeholders[index] for index in self.specializations.writes}
+        states = {placeholders[len(arguments) + index] for index in known.written}
 
         def record(run: Callable[..., Any], inputs: Sequence[fx.Node], head: Head | None = None) -> Prepared:
             forms = forms_of([given.get(node) for node in inputs])
             stay = [*(static_inputs.get(node, False) for node in inputs), *(True for _ in forms)]
             writes_to, states_in = (
-                [place for place, node in enumerate(inputs) if node in nodes] for nodes in (writes, states)
+                [index for index, node in enumerate(inputs) if node in nodes] for nodes in (writes, states)
             )
 
             def recorded(*tensors: Any) -> Any:
