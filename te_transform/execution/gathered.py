@@ -90,12 +90,12 @@ def run_gathered(call: ModuleCall, run: Callable[[], Any], tell: Callable[[str],
     A backward that reads a parameter holds its memory after the forward.
 
     Args:
-        call: of a model, a part or a block.
+        call: of a block.
         run: runs the call.
         tell: receives a sentence if the all-gather is left out.
     """
     block = call.module
-    if not (call.is_block and _may_skip(call) and _is_supported(block)):
+    if not (_may_skip(call) and _is_supported(block)):
         return run()
     parameters = [*block.parameters()]
     before, ran = [*map(holders, parameters)], RunGraphs()

@@ -115,7 +115,8 @@ class Runner:
         token, before = _calling.set(call), len(self.graphs)
         try:
             with nullcontext() if extension is None else extension.around(call):
-                out = run_gathered(call, partial(self._run, call), self.tell)
+                run = partial(self._run, call)
+                out = run_gathered(call, run, self.tell) if call.is_block else run()
         finally:
             _calling.reset(token)
         if extension is not None:
@@ -288,7 +289,7 @@ class Runner:
             return
         self.options, self.material.next_call = options, []
 
-    # services for captured graphs, see captured_graph.Owner
+    # services for captured graphs, see captured_graph.GraphOwner
 
     @property
     def graphs(self) -> list[CapturedGraph]:

@@ -126,9 +126,12 @@ class Specializations:
 
     def tell(self, why: str) -> str:
         """Report that the graph runs uncompiled, or without CUDA graphs, and why. Return `why`."""
-        how = "uncompiled" if self.options.compile else "without CUDA graphs"
-        self.version.tell(f"a graph runs {how}, {why}")
+        self.version.tell(f"a graph runs {self._otherwise}, {why}")
         return why
+
+    @property
+    def _otherwise(self) -> str:
+        return "uncompiled" if self.options.compile else "without CUDA graphs"
 
     def refuse(self, call: CallContext) -> str | None:
         """Return why no specialization can run the call, regardless of its arguments."""
@@ -218,9 +221,7 @@ class Specializations:
 
     def _only_in_te(self, recipe: Any) -> str:
         why = f"{type(recipe).__name__} runs only in TE's modules"
-        self.version.tell(
-            f"graphs run {'uncompiled' if self.options.compile else 'without CUDA graphs'}, {why}"
-        )
+        self.version.tell(f"graphs run {self._otherwise}, {why}")
         return why
 
     def _prepared(
@@ -250,10 +251,9 @@ class Specializations:
             lowered.runs[key] = self.make(lowered, known, arguments, bucket)
             return
         made = "compiled" if self.options.compile else "prepared"
-        how = "uncompiled" if self.options.compile else "without CUDA graphs"
         self.version.tell(
             f"a graph is {made} for at most {MAX_SPECIALIZATIONS} sets of shapes and modes, other calls run "
-            f"{how}"
+            f"{self._otherwise}"
         )
 
     def _bucket(self, call: CallContext) -> int | None:
