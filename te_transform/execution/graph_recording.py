@@ -130,33 +130,33 @@ class GraphRecording:
 
     Args:
         function: the recorded function.
-        kind: the signature of the call.
+        signature: of the call.
         arguments: of the call. Arguments that are not static are copies, to which later calls copy theirs.
         outputs: of the function for these arguments.
     """
 
     def __init__(
-        self, function: Function, kind: CallSignature, arguments: Sequence[Any], outputs: Sequence[Any]
+        self, function: Function, signature: CallSignature, arguments: Sequence[Any], outputs: Sequence[Any]
     ):
         self.writes = function.writes
         self.inputs = RecordedInputs.of(arguments, function.static_inputs, function.changes)
-        self.outputs = RecordedOutputs.of(outputs, arguments, kind.wanted, bool(kind.trained))
+        self.outputs = RecordedOutputs.of(outputs, arguments, signature.wanted, bool(signature.trained))
         # the number of leading arguments that a replay needs; the recorded kernels read the others in place
         self.needs = 1 + max([*self.inputs.copies, *self.writes, *self.outputs.given.values()], default=-1)
         returned = [outputs[index] for index in self.outputs.tensors]
         self.seeds = [torch.zeros_like(returned[number]) for number in self.outputs.wanted]
         self.watched: list[int] = []  # the indices of static arguments that the backward reads
-        self.graphs = self._recorded(function, kind, arguments, returned[0].device)
-        self.gradients = GradientMemory(self.graphs.gradients, kind.copies_gradients)
+        self.graphs = self._recorded(function, signature, arguments, returned[0].device)
+        self.gradients = GradientMemory(self.graphs.gradients, signature.copies_gradients)
 
     def _recorded(
-        self, function: Function, kind: CallSignature, arguments: Sequence[Any], device: torch.device
+        self, function: Function, signature: CallSignature, arguments: Sequence[Any], device: torch.device
     ) -> CudaGraphPair:
         """Record the function's forward and its backward."""
         trained: list[Tensor] = []
 
         def forward() -> list[Tensor]:
-            found, trained[:] = call_on_views(function.run, arguments, kind.trained)
+            found, trained[:] = call_on_views(function.run, arguments, signature.trained)
             return [found[index] for index in self.outputs.tensors]
 
         def backward(found: list[Tensor]) -> list[Tensor | None]:
@@ -164,7 +164,7 @@ class GraphRecording:
             return list(gradients_of(used, trained, self.seeds))
 
         with casting_anew():
-            return CudaGraphPair(forward, backward if kind.trained else None, device)
+            return CudaGraphPair(forward, backward if signature.trained else None, device)
 
     def watch(self, saved: Sequence[Tensor]) -> None:
         """Note the static arguments that share memory with the tensors that autograd saved."""
@@ -196,15 +196,15 @@ class Forward:
 class Replay(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, kind: CallSignature, function: Function, arguments: Sequence[Any], *trained: Tensor
+        ctx: Any, signature: CallSignature, function: Function, arguments: Sequence[Any], *trained: Tensor
     ) -> tuple[Tensor, ...]:
-        graphs = kind.graphs
+        graphs = signature.graphs
         ctx.set_materialize_grads(False)
-        ctx.kind, ctx.graphs, ctx.arguments = kind, graphs, arguments
+        ctx.signature, ctx.graphs, ctx.arguments = signature, graphs, arguments
         ctx.function, ctx.before = function, Writes()
         ctx.before.note([arguments[index] for index in function.writes])
         ctx.forward = Forward()
-        kind.waiting = weakref.ref(ctx.forward)
+        signature.waiting = weakref.ref(ctx.forward)
         ctx.random, ctx.autocast = random_state(trained[0].device), autocast_now(trained[0].device.type)
         ctx.read = _noted([arguments[index] for index in graphs.inputs.unchanged])
         outputs = graphs.forward(arguments)
@@ -216,19 +216,19 @@ class Replay(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        kind, graphs, _ = ctx.kind, ctx.graphs, ctx.saved_tensors
+        signature, graphs, _ = ctx.signature, ctx.graphs, ctx.saved_tensors
         given = [number for number, grad in enumerate(grads) if grad is not None]
         if not given:
-            return None, None, None, *(None for _ in kind.trained)
-        is_last = kind.waiting is not None and kind.waiting() is ctx.forward
+            return None, None, None, *(None for _ in signature.trained)
+        is_last = signature.waiting is not None and signature.waiting() is ctx.forward
         if given != graphs.outputs.wanted:
             # zeros for the other outputs would be wrong: parameters without a gradient would get zeros
-            kind.record_for({graphs.outputs.tensors[number] for number in given}, ctx.function.note)
+            signature.record_for({graphs.outputs.tensors[number] for number in given}, ctx.function.note)
         if given != graphs.outputs.wanted or not is_last or torch.is_grad_enabled() or batches_gradients():
             return None, None, None, *_computed_again(ctx, grads)
         _check_unchanged(ctx.watched)
         found = graphs.backward(grads)
-        kind.waiting = None  # another forward may now overwrite the memory of this one
+        signature.waiting = None  # another forward may now overwrite the memory of this one
         return None, None, None, *found
 
 
@@ -256,10 +256,10 @@ def _computed_again(ctx: Any, grads: Sequence[Tensor | None]) -> Sequence[Tensor
     _check_unchanged(ctx.read)
     recorded, writes = torch.is_grad_enabled(), ctx.function.writes
     with as_it_was(ctx.arguments, writes), torch.enable_grad():
-        set_random_state(ctx.arguments[ctx.kind.trained[0]].device, ctx.random)
+        set_random_state(ctx.arguments[ctx.signature.trained[0]].device, ctx.random)
         ctx.before.undo()
         with torch.autocast(**ctx.autocast):
-            outputs, trained = call_on_views(ctx.function.run, ctx.arguments, ctx.kind.trained)
+            outputs, trained = call_on_views(ctx.function.run, ctx.arguments, ctx.signature.trained)
         pairs = [
             (outputs[index], grad)
             for index, grad in zip(ctx.graphs.outputs.tensors, grads, strict=True)

@@ -7,6 +7,7 @@ recipe and in CUDA graphs.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -86,7 +87,8 @@ class SmallBatch:
         if products is None or read_state(arguments[self.first_weight]).gradients is not None:
             return None
         in_fp8 = self.backend.recipe_now() is not None
-        gaining = [size for size in products if size.may_gain(in_fp8, bool(limits.replayed))]
+        is_replayed = bool(limits.replayed)
+        gaining = [size for size in products if size.least_rows(in_fp8, is_replayed) < math.inf]
         reasons = [limits.too_small(size.rows, size.width, in_fp8) for size in gaining]
         if None in reasons:
             return None

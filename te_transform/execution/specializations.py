@@ -46,7 +46,7 @@ class FirstCall(NamedTuple):
     It runs fused, and shows which matrix products run in FP8.
     """
 
-    kind: tuple[Any, ...]
+    key: tuple[Any, ...]
 
 
 class Ready(NamedTuple):
@@ -66,19 +66,19 @@ class Ready(NamedTuple):
 
 
 class ProductsInFP8:
-    """The matrix products that run in FP8, by the shapes and the mode of a call (its `kind`).
+    """The matrix products that run in FP8, by the shapes and the mode of a call (its `key`).
 
     The first calls show them. If layers are dropped, several calls are needed until each layer has run.
     """
 
     def __init__(self) -> None:
         self.known: dict[tuple[Any, ...], frozenset[Site]] = {}
-        self.unseen: dict[tuple[Any, ...], frozenset[int]] = {}  # layers that have not run yet, by kind
+        self.unseen: dict[tuple[Any, ...], frozenset[int]] = {}  # layers that have not run yet, by key
 
-    def note_layers(self, kind: tuple[Any, ...]) -> bool:
+    def note_layers(self, key: tuple[Any, ...]) -> bool:
         """Note the layers that a first call has run. Return True once each layer has run."""
-        self.unseen[kind] = self.unseen.get(kind, dropped.get()) & dropped.get()
-        return not self.unseen[kind]
+        self.unseen[key] = self.unseen.get(key, dropped.get()) & dropped.get()
+        return not self.unseen[key]
 
 
 class Specializations:
@@ -182,10 +182,10 @@ class Specializations:
         sites: frozenset[Site] = frozenset()
         if scaling is not None:
             in_fp8 = [in_recipe(arguments[index], site.fused.in_fp8) for site, index in self.products.items()]
-            kind = (scaling, tuple(in_fp8), self.sizes(arguments))
-            if kind not in self.in_fp8.known:
-                return FirstCall(kind)
-            sites = self.in_fp8.known[kind]
+            key = (scaling, tuple(in_fp8), self.sizes(arguments))
+            if key not in self.in_fp8.known:
+                return FirstCall(key)
+            sites = self.in_fp8.known[key]
         lowered = self._lowered(sites)
         known = lowered.look(arguments)
         if known is None:
@@ -209,10 +209,10 @@ class Specializations:
 
     def _learn(self, first: FirstCall, call: CallContext) -> None:
         """Note the products that ran in FP8 in a first call."""
-        if not self.in_fp8.note_layers(first.kind):
+        if not self.in_fp8.note_layers(first.key):
             return
-        inside = {site for site, in_fp8 in zip(self.products, first.kind[1], strict=True) if in_fp8}
-        self.in_fp8.known[first.kind] = self._lowered(frozenset(inside)).ran_in_recipe(call.args)
+        inside = {site for site, in_fp8 in zip(self.products, first.key[1], strict=True) if in_fp8}
+        self.in_fp8.known[first.key] = self._lowered(frozenset(inside)).ran_in_recipe(call.args)
 
     def sizes(self, arguments: Sequence[Any]) -> tuple[Any, ...]:
         """Return the sizes that dynamo did not guard: numbers, shapes and strides."""

@@ -30,13 +30,9 @@ class ProductSize(NamedTuple):
     width: int
     gains: bool
 
-    def may_gain(self, in_fp8: bool, in_cuda_graphs: bool) -> bool:
-        """Return True if the product is faster fused from some number of rows on."""
-        return self.gains or in_fp8 or in_cuda_graphs
-
     def least_rows(self, in_fp8: bool, in_cuda_graphs: bool) -> float:
         """Return the number of rows from which the product is faster fused, or infinity."""
-        if not self.may_gain(in_fp8, in_cuda_graphs):
+        if not (self.gains or in_fp8 or in_cuda_graphs):
             return math.inf
         return limits.break_even_rows(self.width, in_fp8, in_cuda_graphs)
 
