@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 
-def is_sole_owner(tensor: Tensor, imported: bool = False) -> bool:
+def is_sole_owner(tensor: Tensor, imported: bool) -> bool:
     """Return True if nothing but `tensor` reads or writes its memory.
 
     Views, detached tensors, arrays and exports through DLPack count as holders of the storage, and so does

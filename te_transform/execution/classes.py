@@ -165,7 +165,7 @@ _SUBCLASSES: dict[tuple[type, frozenset[str]], type] = {}
 _ORIGINALS: dict[type, type] = {}
 
 
-def captured_class(kind: type, skipped: frozenset[str] = frozenset()) -> type:
+def captured_class(kind: type, skipped: frozenset[str]) -> type:
     """Return the subclass of `kind` that runs the captured forward.
 
     Each class and set of skipped paths has one subclass, so instances share captured code. A class

@@ -83,7 +83,7 @@ def lower_unfused(
     return lowering.finished()
 
 
-def is_as_captured(plan: Plan, without: Collection[Site] = ()) -> bool:
+def is_as_captured(plan: Plan, without: Collection[Site]) -> bool:
     """Return True if lower_unfused() changes no operation except masks, without kernels."""
     return not any(map(partial(_is_rewritten, plan), _in_order(plan, without)))
 

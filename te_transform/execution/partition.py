@@ -51,8 +51,8 @@ def in_pieces(
     graph: fx.GraphModule,
     arguments: Sequence[Any],
     compile: CompilePiece | None,
-    bucket: int | None = None,
-    record: Callable[[Piece], Callable[..., Any]] | None = None,
+    bucket: int | None,
+    record: Callable[[Piece], Callable[..., Any]] | None,
 ) -> Callable[..., list[Any]] | None:
     """Return a function that runs the graph in pieces, or None if the graph is too small or cannot be cut.
 

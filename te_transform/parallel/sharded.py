@@ -51,7 +51,7 @@ def on_shards(
     shards: Mapping[str, Shards],
     ranks: Ranks,
     sequence: bool,
-    forms: Sequence[Forms] = (),
+    forms: Sequence[Forms],
 ) -> ShardedGraph:
     """Return the graph of one rank.
 

@@ -40,7 +40,7 @@ def compose(
     model: nn.Module,
     plans: Sequence[tuple[str, Plan]],
     options: Options,
-    precision: PrecisionPlan | None = None,
+    precision: PrecisionPlan | None,
     inputs: str = "",
     notes: Iterable[str] = (),
     reasons: Iterable[str] = (),

@@ -206,17 +206,17 @@ class OneBitAdam(OneBitOptimizer):
 
     def _add_to_update(self, layout: FlatLayout, gradients: GradientsOf) -> None:
         """Compute beta1 * u + (1 - beta1) * g / denominator. A missing gradient counts as zeros."""
-        self._decay(layout, "exp_avg")
+        self._decay(layout)
         for group, own in zip(self.param_groups, layout.groups, strict=True):
             if present := [p for p in own if p in gradients]:
                 (updates,), given = self._views(present, "exp_avg"), [gradients[p] for p in present]
                 denominators = self._denominators(layout, present)
                 torch._foreach_addcdiv_(updates, given, denominators, value=1 - group["betas"][0])
 
-    def _decay(self, layout: FlatLayout, name: str) -> None:
-        """Multiply a flat buffer by beta1 of each group."""
+    def _decay(self, layout: FlatLayout) -> None:
+        """Multiply the momentum by beta1 of each group."""
         for index, group in enumerate(self.param_groups):
-            for part in layout.parts(self._flat[name], index):
+            for part in layout.parts(self._flat["exp_avg"], index):
                 part.mul_(group["betas"][0])
 
     def _trained_groups(self, layout: FlatLayout) -> Iterator[tuple[dict[str, Any], list[nn.Parameter]]]:

@@ -83,7 +83,7 @@ class ZeroOneAdam(OneBitAdam):
         if is_full := self.needs_averaged_gradients:
             self._update_variance(layout, gradients)
             self._note(full_steps=self.param_groups[0]["full_steps"] + 1)
-        self._decay(layout, "exp_avg")
+        self._decay(layout)
         for group, own in zip(self.param_groups, layout.groups, strict=True):
             if present := [p for p in own if p in gradients]:
                 given = [gradients[p] for p in present]
