@@ -15,7 +15,7 @@ from te_transform.graph.nodes import (
     without_gradients,
 )
 from te_transform.graph.pattern import Call, OneOf
-from te_transform.plan import scores
+from te_transform.plan import scores, softmax_free
 from te_transform.plan.rule import Operation, Rule
 
 _ARGUMENTS = (
@@ -25,11 +25,15 @@ _ARGUMENTS = (
 
 
 def refuse(
-    backend, attention: Operation | None = None, softmax: fx.Node | None = None
+    backend,
+    attention: Operation | None = None,
+    softmax: fx.Node | None = None,
+    product: fx.Node | None = None,
 ) -> Iterator[str | None]:
     """Yield every reason why no core computes this attention, or None if it already calls PyTorch's core."""
     if attention is None:  # no spelling matched: not attention, or attention in an unknown form
-        yield from [*scores.obstacles(softmax)] or [None]
+        found = softmax_free.missing_softmax(product) if softmax is None else scores.obstacles(softmax)
+        yield from [*found] or [None]
         return
     if attention.sinks is not None and not backend.HAS_KERNELS:
         yield (
@@ -85,7 +89,11 @@ class Example(nn.Module):
 
 RULE = Rule(
     name="attention",
-    pattern=OneOf(Call(ops.sdpa, role="attention"), Call(torch.softmax, role="softmax")),
+    pattern=OneOf(
+        Call(ops.sdpa, role="attention"),
+        Call(torch.softmax, role="softmax"),
+        Call(softmax_free.LAST_PRODUCTS, role="product"),
+    ),
     refuse=refuse,
     build=build,
     reads=tuple(f"attention.{name}" for name in _ARGUMENTS),

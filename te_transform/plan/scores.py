@@ -15,6 +15,8 @@ from te_transform.graph.nodes import (
     is_tensor_node,
     reached,
     reads_of,
+    same_shape,
+    shape_of,
     storages,
     users_of,
     writes,
@@ -27,6 +29,7 @@ PLAIN = {
     ops.cast, ops.dropout,
 }  # fmt: skip
 ENDS = {ops.linear, *ops.NORMS, ops.sdpa}
+_MOVES = (torch.permute, torch.transpose)
 
 
 def obstacles(softmax: fx.Node) -> Iterator[str]:
@@ -35,8 +38,8 @@ def obstacles(softmax: fx.Node) -> Iterator[str]:
     Each reason says what the model has, and what fused attention needs. Nothing is yielded if there is no
     product before or after the softmax.
     """
-    before = _towards(softmax, reads_of, last=False)
-    behind = _towards(softmax, users_of, last=True)
+    before = towards(softmax, reads_of, False, _may_be_scores)
+    behind = towards(softmax, users_of, True, _may_be_scores)
     if not before or not behind:
         return
     reasons = [*_reasons([*before, softmax, *behind])]
@@ -49,11 +52,14 @@ def obstacles(softmax: fx.Node) -> Iterator[str]:
 
 
 def _reasons(path: list[fx.Node]) -> Iterator[str]:
-    others = list(dict.fromkeys(called(node) for node in path if node.target not in PLAIN))
+    unusual = [node for node in path if node.target not in PLAIN]
+    computing = [node for node in unusual if node.target not in _MOVES]
+    others = list(dict.fromkeys(map(called, computing or unusual)))
     if others:
         yield (
             f"the attention has {', '.join(others)} between its two products, but fused attention has only a "
-            "scale, a mask, a softmax and a dropout: no kernel supports more"
+            "scale, a mask, a softmax and a dropout: pass compile=True, which joins the operations between "
+            "the products"
         )
     dims = {node.args[1] for node in path if node.target is torch.softmax}
     if not others and dims != {-1}:
@@ -98,16 +104,20 @@ def _written_in_between(path: list[fx.Node]) -> Iterator[str]:
         )
 
 
-def _towards(start: fx.Node, following: Callable[[fx.Node], Iterable[fx.Node]], last: bool) -> list[fx.Node]:
+def towards(
+    start: fx.Node,
+    following: Callable[[fx.Node], Iterable[fx.Node]],
+    last: bool,
+    where: Callable[[fx.Node], bool],
+) -> list[fx.Node]:
     """Return the nodes on all paths from a node to the nearest products, including them, in graph order.
 
     Args:
         following: Return the next nodes of a path.
         last: True if paths lead towards the end of the graph.
+        where: Return True for the nodes of a path.
     """
-    found = reached(
-        following(start), lambda node: () if node.target in PRODUCTS else following(node), _may_be_scores
-    )
+    found = reached(following(start), lambda node: () if node.target in PRODUCTS else following(node), where)
     leading: set[fx.Node] = set()
     for node in sorted(found, reverse=last):
         if node.target in PRODUCTS or leading.intersection(following(node)):
@@ -118,7 +128,14 @@ def _towards(start: fx.Node, following: Callable[[fx.Node], Iterable[fx.Node]], 
 def _may_be_scores(node: fx.Node) -> bool:
     """Return True for a node that may lie between two products.
 
-    Linears, norms, fused ops and boolean masks may not.
+    Linears, norms, fused ops and boolean masks may not, apart from linears across heads.
     """
-    is_call = node.op in ("call_function", "call_method") and node.target not in ENDS
-    return is_call and is_tensor_node(node) and dtype_of(node).is_floating_point
+    is_call = node.op in ("call_function", "call_method")
+    is_inside = node.target not in ENDS or _mixes_heads(node)
+    return is_call and is_inside and is_tensor_node(node) and dtype_of(node).is_floating_point
+
+
+def _mixes_heads(node: fx.Node) -> bool:
+    """Return True for a linear across heads, which were moved to the last of four dimensions."""
+    is_square = node.target is ops.linear and same_shape(shape_of(node), shape_of(node.args[0]))
+    return is_square and len(shape_of(node)) == 4 and node.args[0].target in _MOVES

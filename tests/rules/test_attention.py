@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from te_transform.backends import plain
 from te_transform.graph import ops
-from tests.rules.tables import HEADS, H, Make, fused, linear, reasons, sites, written
+from tests.rules.tables import FFN, HEADS, H, Make, fused, linear, reasons, sites, written
 
 LONGEST, WIDTH = 8, H // HEADS
 
@@ -247,7 +247,7 @@ def barely_filled(model, q, k, v):
 
 BETWEEN = (
     "the attention has {} between its two products, but fused attention has only a scale, a mask, a softmax "
-    "and a dropout: no kernel supports more"
+    "and a dropout: pass compile=True, which joins the operations between the products"
 )
 REFUSES = {
     "weights that are read": (
@@ -290,6 +290,62 @@ def test_refuses(name: str) -> None:
     core, sentence = REFUSES[name]
     report = fused(attends(core, mask=buffer(LOWER)))
     assert report.counts == {"linear": 2}
+    assert reasons(report, "attention") == {sentence}
+
+
+def by_sigmoid(model, q, k, v):
+    return (scores(q, k) - 1.5).sigmoid() @ v
+
+
+def by_squared_relu(model, q, k, v):
+    hidden = model.mask[: q.shape[-2], : q.shape[-2]] == 0
+    return F.relu(scores(q, k)).square().masked_fill(hidden, 0.0) @ v
+
+
+def with_talking_heads(model, q, k, v):
+    weights = model.heads(scores(q, k).permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+    return weights.softmax(-1) @ v
+
+
+def with_heads_that_talk_later(model, q, k, v):
+    weights = scores(q, k).softmax(-1)
+    return model.heads(weights.permute(0, 2, 3, 1)).permute(0, 3, 1, 2) @ v
+
+
+def linear_attention(model, q, k, v):
+    q, k = F.elu(q) + 1, F.elu(k) + 1
+    return q @ (k.mT @ v) / (q @ k.sum(-2, keepdim=True).mT)
+
+
+def linear_attention_by_einsum(model, q, k, v):
+    q, k = F.relu(q), F.relu(k)
+    sums = 1 / (torch.einsum("bhld,bhd->bhl", q, k.sum(-2)) + 1)
+    return torch.einsum("bhld,bhdm,bhl->bhlm", q, torch.einsum("bhld,bhlm->bhdm", k, v), sums)
+
+
+INSTEAD = (
+    "the attention has {} in place of the softmax, but fused attention needs a softmax over the keys: pass "
+    "compile=True, which joins the operations between the products"
+)
+LINEAR = (
+    "the attention multiplies {} of queries and keys (linear attention), but fused attention needs a softmax "
+    "of their product: pass compile=True, which joins the operations around the products"
+)
+OTHER_ATTENTION = {
+    "sigmoid attention": (by_sigmoid, INSTEAD.format("sigmoid")),
+    "squared ReLU attention": (by_squared_relu, INSTEAD.format("squared_relu")),
+    "talking heads": (with_talking_heads, BETWEEN.format("linear")),
+    "talking heads after the softmax": (with_heads_that_talk_later, BETWEEN.format("linear")),
+    "linear attention": (linear_attention, LINEAR.format("elu")),
+    "linear attention by einsum": (linear_attention_by_einsum, LINEAR.format("relu")),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_ATTENTION)
+def test_other_attention_has_a_reason(name: str) -> None:
+    core, sentence = OTHER_ATTENTION[name]
+    report = sites(attends(core, mask=buffer(LOWER), heads=linear(HEADS, HEADS)))
+    assert "attention" not in report.counts
     assert reasons(report, "attention") == {sentence}
 
 
@@ -340,8 +396,18 @@ def test_the_advised_spelling_is_fused(name: str) -> None:
     sites(FOLLOWED[name], backend="te").expect(attention=1)
 
 
-def normalized_otherwise(model, q, k, v):
-    return scores(q, k).sigmoid() @ v
+def dense_experts(model, q, k, v):
+    """Products with stored weights, also chosen by tokens, or stacked."""
+    chosen = model.up[model.router(k).argmax(-1)]
+    of_chosen = (v[..., None, :] @ chosen).relu() @ chosen.mT
+    stacked = torch.stack([*model.up])
+    return (q @ model.up).relu() @ model.up.mT + of_chosen.squeeze(-2) + (v @ stacked).relu() @ stacked.mT
+
+
+def pooled(model, q, k, v):
+    """Nodes that are assigned to clusters, as in DiffPool."""
+    assigned = q.softmax(-1)
+    return q + (assigned.mT @ (k @ v.mT) @ assigned).sum(-1, keepdim=True).mT
 
 
 def routed(model, q, k, v):
@@ -349,9 +415,10 @@ def routed(model, q, k, v):
     return q * model.router(q).softmax(-1)[..., :1] + k + v
 
 
-@pytest.mark.parametrize("core", [normalized_otherwise, routed])
+@pytest.mark.parametrize("core", [dense_experts, pooled, routed])
 def test_other_products_are_no_attention(core) -> None:
-    report = fused(attends(core, router=linear(WIDTH, 2)))
+    up = lambda: nn.Parameter(torch.ones(HEADS, WIDTH, FFN))  # noqa: E731
+    report = fused(attends(core, router=linear(WIDTH, 2), up=up))
     assert not any(site.rule == "attention" for site in report.sites)
 
 
