@@ -311,7 +311,7 @@ def test_attention_that_is_not_fused_is_found(spelled: str, monkeypatch: pytest.
     assert finding.count == 2
     assert finding.evidence.endswith(evidence)
     assert finding.basis == "measured"
-    assert finding.gain == pytest.approx(0.75 * finding.seconds)
+    assert finding.gain == pytest.approx(0.75 * finding.seconds, abs=1e-9)  # whole nanoseconds
 
 
 def test_a_change_is_tried_on_the_same_shapes() -> None:
@@ -463,6 +463,50 @@ def test_a_loop_over_experts_gains_at_most_what_is_no_product() -> None:
     assert finding.gain == pytest.approx(finding.seconds - scale * products)
 
 
+class DenseExperts(nn.Module):
+    """Experts that compute all tokens; each token chooses some of them afterwards."""
+
+    def __init__(self, spelled: str, chosen: int = 1) -> None:
+        super().__init__()
+        self.router, self.spelled, self.chosen = nn.Linear(WIDTH, 4), spelled, chosen
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.flatten(0, -2)
+        scores, chosen = self.router(x).softmax(-1).topk(self.chosen)
+        weights = torch.zeros(len(x), 4).scatter(-1, chosen, scores)
+        if self.spelled == "loop":
+            return sum(expert(x) * weights[:, i, None] for i, expert in enumerate(self.experts))
+        stacked = torch.stack([expert.weight for expert in self.experts])
+        return (x.expand(4, -1, -1) @ stacked.mT * weights.t()[..., None]).sum(0)
+
+
+@pytest.mark.parametrize("spelled", ["loop", "batched"])
+def test_experts_that_compute_every_token_are_found(spelled: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Replacements, "share", lambda *_: None)
+    found = profiled(nn.Sequential(DenseExperts(spelled), DenseExperts(spelled, chosen=4)))
+    finding = by_name(found)["dense experts"]
+    assert finding.where == "0"
+    assert "each of 4 experts computes all 16 tokens, which choose 1 at " in finding.evidence
+    assert finding.gain == pytest.approx(0.75 * finding.seconds, abs=1e-9)  # whole nanoseconds
+    assert 0 < finding.seconds < found.seconds
+
+
+def test_fewer_tokens_per_expert_are_tried() -> None:
+    tried: list[Replacement] = []
+
+    class Trials(Replacements):
+        def share(self, trial: Replacement, taken: float) -> float | None:
+            tried.append(trial)
+            return super().share(trial, taken)
+
+    made = nn.Sequential(DenseExperts("batched", chosen=2))
+    findings(Analysis(made, record(made, as_inputs(made, X))), Trials(X.device, 100.0))
+    (trial,) = (trial for trial in tried if trial.name == "product of 8 rows")
+    assert trial.before(*map(torch.ones, trial.shapes)).shape == (4, 16, WIDTH)
+    assert trial.after(*map(torch.ones, trial.shapes)).shape == (4, 8, WIDTH)
+
+
 class Island(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -487,6 +531,40 @@ def test_products_in_fp32_are_found_where_bf16_was_intended(monkeypatch: pytest.
     assert finding.where == "1"
     assert "products run in float32" in finding.evidence
     assert not profiled(Island()).findings
+
+
+class WrittenOutNorm(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+
+class WideNorm(nn.LayerNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x.float(), self.normalized_shape).to(x.dtype)
+
+
+def test_norms_in_fp32_are_found_where_bf16_was_intended() -> None:
+    tried: list[Replacement] = []
+
+    class Trials(Replacements):
+        def share(self, trial: Replacement, taken: float) -> float | None:
+            tried.append(trial)
+            return 0.25
+
+    made = nn.Sequential(WrittenOutNorm(), nn.Linear(WIDTH, WIDTH), WideNorm(WIDTH), nn.LayerNorm(WIDTH))
+    recording = record(made.to(torch.bfloat16), as_inputs(made, X.bfloat16()))
+    found = Analysis(made, recording)
+    written_out, called = sorted(findings(found, Trials(X.device, 1.0)), key=lambda finding: finding.where)
+    assert (written_out.what, written_out.where, called.where) == ("fp32 norms", "0", "2")
+    assert written_out.evidence == f"norms run in float32 on {[*X.shape]}, written out"
+    assert called.evidence == f"norms run in float32 on {[*X.shape]}, as layer_norm"
+    assert written_out.gain == pytest.approx(0.75 * written_out.seconds)
+    for trial in tried:
+        x = X.bfloat16().requires_grad_()
+        torch.testing.assert_close(trial.before(x), trial.after(x))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert "fp32 norms" not in by_name(profiled(nn.Sequential(nn.LayerNorm(WIDTH), Island())))
 
 
 class Changes(nn.Module):

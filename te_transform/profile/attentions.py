@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from te_transform.profile.analysis import Analysis
 from te_transform.profile.suspect import Suspect
-from te_transform.profile.tree import Op
+from te_transform.profile.tree import FACTORED, Op, factor_shapes
 from te_transform.profile.trials import EVENT_DTYPES, Replacement
 
 _SDPA_BACKENDS = [
@@ -23,7 +23,7 @@ _SDPA_BACKENDS = [
     SDPBackend.MATH,
 ]
 _SDPA, _MATH = "scaled_dot_product_attention", "_scaled_dot_product_attention_math"
-_ATEN_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", _SDPA)
+_ATEN_PRODUCTS = (*FACTORED, _SDPA)
 _MASKING, _DROPPING = (
     ("add", "add_", "masked_fill", "masked_fill_", "where"),
     ("native_dropout", "bernoulli_"),
@@ -91,21 +91,16 @@ def _are_of_one(first: Op, last: Op) -> bool:
     """Return True if two products are scores and values of one attention, outside of fused attention."""
     if not {first.name, last.name} <= {"bmm", "baddbmm"} or first.call is not last.call:
         return False
-    (_, rows, _), (_, _, columns) = scores = _factor_shapes(first)
-    of_values = _factor_shapes(last)
+    (_, rows, _), (_, _, columns) = scores = factor_shapes(first)
+    of_values = factor_shapes(last)
     is_in_sdpa = first.outer is not None and first.outer.name == _SDPA
     return not is_in_sdpa and of_values[0] == (scores[0][0], rows, columns)
 
 
-def _factor_shapes(product: Op) -> tuple[tuple[int, ...], ...]:
-    """Return the shapes of the two factors of bmm, or of baddbmm, whose first argument is a summand."""
-    return product.event.shapes[:2] if product.name == "bmm" else product.event.shapes[1:3]
-
-
 def _written_out_suspect(found: Analysis, ops: Sequence[Op]) -> Suspect:
     first, last = ops[0], ops[-1]
-    (heads, rows, size), (_, _, columns) = _factor_shapes(first)
-    _, of_values = _factor_shapes(last)
+    (heads, rows, size), (_, _, columns) = factor_shapes(first)
+    _, of_values = factor_shapes(last)
     names = {op.name for op in ops}
     has_mask, has_dropout = bool(names & {*_MASKING}), bool(names & {*_DROPPING})
     shapes = (1, heads, rows, size), (1, heads, columns, size), (1, heads, columns, of_values[2])

@@ -6,8 +6,9 @@ from typing import Literal
 
 from te_transform.profile.analysis import NS, Analysis, alike, where
 from te_transform.profile.attentions import math_attention, needless_mask, written_out_attention
+from te_transform.profile.dense_experts import dense_experts
 from te_transform.profile.loops import expert_loop, recurrence
-from te_transform.profile.precision import single_precision
+from te_transform.profile.precision import single_precision, single_precision_norms
 from te_transform.profile.result import Finding
 from te_transform.profile.suspect import Suspect
 from te_transform.profile.trials import Replacements
@@ -19,7 +20,9 @@ FINDERS = (
     needless_mask,
     recurrence,
     expert_loop,
+    dense_experts,
     single_precision,
+    single_precision_norms,
     host_sync,
     recompilation,
     launches,
@@ -27,6 +30,7 @@ FINDERS = (
 
 
 _LEAST_IDEAL_SHARE = 0.01  # the share of the step from which operations get a finding without a gain
+_LEAST_GAIN_SHARE = 0.001  # the share of the step from which a measured gain is a finding
 
 
 def findings(found: Analysis, trials: Replacements) -> tuple[Finding, ...]:
@@ -38,8 +42,13 @@ def findings(found: Analysis, trials: Replacements) -> tuple[Finding, ...]:
             groups.setdefault(key, []).append(suspect)
     costly_first = sorted(groups.values(), key=lambda group: -sum(each.taken for each in group))
     made = [_finding(found, group, trials) for group in costly_first]
-    least = _LEAST_IDEAL_SHARE * found.scale * found.total
-    kept = [each for each in made if each.gain or each.basis == "upper bound" or each.seconds > least]
+    step = found.scale * found.total
+    kept = [
+        each for each in made
+        if each.basis == "upper bound"
+        or each.gain > _LEAST_GAIN_SHARE * step
+        or each.seconds > _LEAST_IDEAL_SHARE * step
+    ]  # fmt: skip
     return tuple(sorted(kept, key=lambda finding: -finding.gain))
 
 

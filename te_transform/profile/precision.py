@@ -1,21 +1,21 @@
-"""Find products in fp32 where a lower precision was intended."""
+"""Find products and norms in fp32 where a lower precision was intended."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from te_transform.graph.nodes import dtype_name
 from te_transform.profile.analysis import Analysis
-from te_transform.profile.classes import PRODUCT
+from te_transform.profile.classes import NORM, PRODUCT
 from te_transform.profile.suspect import Suspect
-from te_transform.profile.tree import Op
+from te_transform.profile.tree import FACTORED, Op
 from te_transform.profile.trials import EVENT_DTYPES, Replacement
-
-_TENSOR_PRODUCTS = ("mm", "bmm", "addmm", "baddbmm")  # all arguments that they need are tensors
 
 
 def single_precision(found: Analysis) -> Iterator[Suspect]:
@@ -33,7 +33,7 @@ def single_precision(found: Analysis) -> Iterator[Suspect]:
             )
             evidence = f"products run in float32, such as {' x '.join(map(str, map(list, shapes[-2:])))}"
             trial = None
-            if op.name in _TENSOR_PRODUCTS:
+            if op.name in FACTORED:
                 called = getattr(torch.ops.aten, op.name)
                 trial = Replacement(
                     shapes, torch.float32, called, _Lowered(called, low), False, f"{op.name} in {low}"
@@ -47,8 +47,13 @@ def _intended(model: nn.Module) -> torch.dtype | None:
     device = floating[0].device.type if floating else "cpu"
     if torch.is_autocast_enabled(device):
         return torch.get_autocast_dtype(device)
+    return _stored_dtype(floating)
+
+
+def _stored_dtype(parameters: Iterable[Tensor]) -> torch.dtype | None:
+    """Return the low dtype of most parameters, or None."""
     sizes: Counter[torch.dtype] = Counter()
-    for parameter in floating:
+    for parameter in parameters:
         sizes[parameter.dtype] += parameter.numel()
     most = max(sizes, key=lambda dtype: sizes[dtype], default=None)
     return most if most in (torch.bfloat16, torch.float16) else None
@@ -57,6 +62,57 @@ def _intended(model: nn.Module) -> torch.dtype | None:
 def _is_single(op: Op) -> bool:
     dtypes = {EVENT_DTYPES.get(dtype) for dtype in op.event.dtypes} - {None}
     return dtypes == {torch.float32}
+
+
+def single_precision_norms(found: Analysis) -> Iterator[Suspect]:
+    """Yield norms in fp32 of a model with mostly bf16 or fp16 parameters. Autocast runs norms in fp32."""
+    low = _stored_dtype(p for p in found.model.parameters() if p.is_floating_point())
+    norms: dict[int, list[Op]] = {}
+    for op in found.forward() if low is not None else ():
+        if op.kind == NORM and op.outer is op and _is_single(op):
+            norms.setdefault(op.label, []).append(op)
+    for label, ops in norms.items():
+        yield _norm_suspect(found, label, ops, low)
+
+
+def _norm_suspect(found: Analysis, label: int, ops: list[Op], low: torch.dtype) -> Suspect:
+    first, name = ops[0], dtype_name(low)
+    kernel = _NORM_KERNELS.get(first.name)
+    is_module = "norm" in found.labels[label].kind.lower()  # its casts count as well
+    taken = found.cost({label}) if is_module else sum(found.by_outer[op] for op in ops)
+    how = "written out" if kernel is None else f"as {first.name}"
+    evidence = f"norms run in float32 on {list(first.event.shapes[0])}, {how}"
+    advice = (
+        f"call F.layer_norm or F.rms_norm on {name} tensors, whose kernels compute in float32 and write "
+        f"{name}; te_transform.convert() fuses norms that are written out"
+    )
+    before, after = (
+        (_written_out_norm, _called_rms_norm) if kernel is None else (partial(_widened_norm, kernel), kernel)
+    )
+    trial = Replacement(
+        first.event.shapes[:1], low, before, after, found.recording.is_training, f"norm {first.name}"
+    )
+    return Suspect("fp32 norms", label, evidence, advice, taken, trial)
+
+
+def _called_layer_norm(x: Tensor) -> Tensor:
+    return F.layer_norm(x, x.shape[-1:])
+
+
+def _called_rms_norm(x: Tensor) -> Tensor:
+    return F.rms_norm(x, x.shape[-1:])
+
+
+_NORM_KERNELS = {"layer_norm": _called_layer_norm, "rms_norm": _called_rms_norm}
+
+
+def _written_out_norm(x: Tensor) -> Tensor:
+    wide = x.float()
+    return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+
+def _widened_norm(kernel: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    return kernel(x.float()).to(x.dtype)
 
 
 class _Lowered:

@@ -9,6 +9,8 @@ from te_transform.profile.classes import COMPILED, ELEMENTWISE, NORM, OVERHEAD, 
 from te_transform.profile.events import Event
 from te_transform.profile.ranges import PREFIX, STEP, Label
 
+FACTORED = ("mm", "addmm", "bmm", "baddbmm")  # products of two tensors
+
 
 @dataclass(eq=False, slots=True)
 class Op:
@@ -38,6 +40,11 @@ class Op:
     @property
     def name(self) -> str:
         return self.event.name.removeprefix("aten::")
+
+
+def factor_shapes(product: Op) -> tuple[tuple[int, ...], ...]:
+    """Return the shapes of the two factors; addmm and baddbmm have a summand before them."""
+    return product.event.shapes[1:3] if "add" in product.name else product.event.shapes[:2]
 
 
 def ops_of(events: Iterable[Event], labels: Sequence[Label]) -> list[Op]:

@@ -44,6 +44,14 @@ class Line(NamedTuple):
         return f"{short}:{self.number}"
 
 
+class Choice(NamedTuple):
+    """A call of topk: the number of rows, of values in a row, and of values that each row chooses."""
+
+    rows: int
+    among: int
+    chosen: int
+
+
 class Watch(TorchFunctionMode):
     """A mode that records torch calls of a forward by their lines.
 
@@ -51,6 +59,7 @@ class Watch(TorchFunctionMode):
         most: the largest number of times that each line ran in one call of its module.
         waits: the number of calls that make the CPU wait for the GPU, by line.
         masks: what the masks of F.scaled_dot_product_attention hide, by line.
+        choices: calls of topk, by line.
     """
 
     def __init__(self, ranges: Ranges):
@@ -58,6 +67,7 @@ class Watch(TorchFunctionMode):
         self.ranges = ranges
         self.waits: Counter[Line] = Counter()
         self.masks: dict[Line, set[str]] = {}
+        self.choices: dict[Line, Choice] = {}
         self._counts: Counter[tuple[int, Line]] = Counter()
 
     @property
@@ -83,6 +93,8 @@ class Watch(TorchFunctionMode):
                 self.waits[line] += 1
             elif func is F.scaled_dot_product_attention:
                 self.masks.setdefault(line, set()).update(_mask_of(*args, **kwargs))
+            elif name == "topk":
+                self.choices[line] = _choice_of(*args, **kwargs)
         return func(*args, **kwargs)
 
 
@@ -105,6 +117,10 @@ def _waits(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
 
 def _is_bool_mask(index: Any) -> bool:
     return isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8) and index.dim() > 0
+
+
+def _choice_of(input: Tensor, k: int, *_: Any, **__: Any) -> Choice:
+    return Choice(input.shape[:-1].numel(), input.shape[-1], k)
 
 
 def _mask_of(

@@ -1,0 +1,77 @@
+"""Find experts that compute every token, although each token chooses only some of them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from functools import partial
+
+from torch import Tensor
+
+from te_transform.profile.analysis import Analysis, alike
+from te_transform.profile.suspect import Suspect
+from te_transform.profile.tree import FACTORED, Op, factor_shapes
+from te_transform.profile.trials import EVENT_DTYPES, Replacement
+from te_transform.profile.watch import Choice, Line
+
+_ASK_CHOSEN = (
+    "compute each expert only for the tokens that choose it: a model of transformers does with "
+    'experts_implementation="grouped_mm"'
+)
+
+
+def dense_experts(found: Analysis) -> Iterator[Suspect]:
+    """Yield the products of all tokens with all experts, at the path of a router or next to it."""
+    for line, choice in _choices(found):
+        path = found.labels[line.label].path
+        for around in dict.fromkeys((path, path.rpartition(".")[0] or path)):
+            if products := _of_all_tokens(found, around, choice):
+                yield _suspect(found, around, products, line, choice)
+                break
+
+
+def _suspect(found: Analysis, around: str, products: list[Op], line: Line, choice: Choice) -> Suspect:
+    """Return the products of one module with experts as a slow operation of this module."""
+    taken = sum(found.by_outer[op.outer] for op in products if op.outer is not None)
+    most = taken - taken * choice.chosen // choice.among
+    label = next((n for n, label in enumerate(found.labels) if n and label.path == around), line.label)
+    evidence = (
+        f"each of {choice.among} experts computes all {choice.rows} tokens, which choose {choice.chosen} at "
+        f"{line.place}"
+    )
+    trial = _fewer_rows(found, max(products, key=found.within), choice)
+    return Suspect("dense experts", label, evidence, _ASK_CHOSEN, taken, trial, most)
+
+
+def _choices(found: Analysis) -> Iterator[tuple[Line, Choice]]:
+    """Yield the choice of each router among the most values: some choose groups of experts first."""
+    watch, seen = found.recording.watch, set()
+    choices = sorted(watch.choices.items(), key=lambda each: -each[1].among) if watch is not None else ()
+    for line, choice in choices:
+        if choice.chosen < choice.among and line.label not in seen:
+            seen.add(line.label)
+            yield line, choice
+
+
+def _of_all_tokens(found: Analysis, path: str, choice: Choice) -> list[Op]:
+    inside = found.under(path)
+    products = [op for op in found.forward() if op.label in inside and op.name in FACTORED]
+    kinds = [(alike(found.labels[op.label]), *factor_shapes(op)) for op in products]
+    counts = Counter(kinds)
+    return [
+        op for op, kind in zip(products, kinds, strict=True)
+        if kind[1][:-1] == (choice.among, choice.rows)
+        or (kind[1][:-1] == (choice.rows,) and counts[kind] >= choice.among)
+    ]  # fmt: skip
+
+
+def _fewer_rows(found: Analysis, product: Op, choice: Choice) -> Replacement | None:
+    """Return the same product with as many rows as tokens choose on average, or None in an unknown dtype."""
+    shapes, dtype = factor_shapes(product), EVENT_DTYPES.get(product.event.dtypes[-1])
+    kept = max(1, choice.rows * choice.chosen // choice.among)
+    after, is_training = partial(_product, rows=kept), found.recording.is_training
+    return dtype and Replacement(shapes, dtype, _product, after, is_training, f"product of {kept} rows")
+
+
+def _product(tokens: Tensor, weights: Tensor, rows: int | None = None) -> Tensor:
+    return tokens[..., :rows, :] @ weights
