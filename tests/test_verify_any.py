@@ -723,7 +723,56 @@ def test_a_key_value_cache_of_transformers_is_compared(few: None) -> None:
 def test_a_batch_of_one_is_compared(few: None) -> None:
     port = Calls(lambda m, x: m.linear(x) * (2.0 if x.shape[0] == 1 else 1.0))
     result = verify(Calls(lambda m, x: m.linear(x)), port, X)
-    assert {row.inputs.partition(",")[0] for row in result.rows if not row.ok} == {"size 1 instead of 2"}
+    assert wrong_inputs(result) == {ONE_LONGER_ROW}
+
+
+ONE_LONGER_ROW = "size 1 instead of 2 and size 6 instead of 5"
+
+
+def wrong_inputs(result: Verification) -> set[str]:
+    return {row.inputs.partition(",")[0] for row in result.rows if not row.ok}
+
+
+def test_a_longer_row_is_compared(few: None) -> None:
+    port = Calls(lambda m, x: m.linear(x) * (2.0 if x.shape[1] > X.shape[1] else 1.0))
+    assert wrong_inputs(verify(Calls(lambda m, x: m.linear(x)), port, X)) == {ONE_LONGER_ROW}
+
+
+@pytest.mark.parametrize("of_model", [True, False])
+def test_no_row_is_longer_than_a_table(of_model: bool, few: None) -> None:
+    """On a GPU, an index beyond the end of a table ends the process."""
+
+    def looked_up(module: nn.Module, x: Tensor) -> Tensor:
+        assert x.shape[1] <= X.shape[1]
+        return module.linear(x)
+
+    models = [Calls(looked_up), Calls(looked_up)]
+    models[not of_model].register_buffer("table", torch.zeros(X.shape[1], 1), persistent=False)
+    result = verify(*models, X)
+    assert result, str(result)
+    assert result.skipped == ()
+    assert "size 1 instead of 2, training" in {row.inputs for row in result.rows}
+
+
+def test_a_model_that_rejects_longer_rows_is_compared_on_one_row(few: None) -> None:
+    def short(module: nn.Module, x: Tensor) -> Tensor:
+        assert x.shape[1] <= X.shape[1]
+        return module.linear(x)
+
+    result = verify(Calls(short), Calls(short), X)
+    assert result, str(result)
+    assert "size 1 instead of 2, training" in {row.inputs for row in result.rows}
+
+
+def test_autocast_in_evaluation_is_compared(few: None) -> None:
+    def wrong(module: nn.Module, x: Tensor) -> Tensor:
+        is_wrong = torch.is_autocast_enabled("cpu") and not module.training
+        return module.linear(x) * (2.0 if is_wrong else 1.0)
+
+    result = verify(Calls(lambda m, x: m.linear(x)), Calls(wrong), X)
+    assert {row.inputs for row in result.rows if not row.ok} == {
+        "example inputs, evaluation, no gradients, autocast"
+    }
 
 
 class Positions(nn.Module):
@@ -865,12 +914,10 @@ def test_a_module_of_torch_export_has_the_dropouts_and_sizes_of_its_export(few: 
     reasons = {f"{row.inputs}: {row}" for row in result.rows if not row.ok}
     assert "example inputs, evaluation: output dropout with p=0.1 is not in the original" in reasons
     assert all("dropout" in reason and ", training" not in reason for reason in reasons)
-    one_row, other_sizes = result.skipped
-    assert one_row.startswith("size 1 instead of 2, the second model raised Asser")
-    assert other_sizes.startswith(
-        "size 3 instead of 2 and size 4 instead of 5, the second model raised Asser"
-    )
-    assert other_sizes.endswith("; pass dynamic_shapes= to torch.export")
+    sizes = ("size 1 instead of 2", "size 3 instead of 2", "size 4 instead of 5")
+    for size, sentence in zip(sizes, result.skipped, strict=True):
+        assert sentence.startswith(f"{size}, the second model raised Asser")
+        assert sentence.endswith("; pass dynamic_shapes= to torch.export")
 
 
 @pytest.mark.parametrize("draw", [torch.randn_like, lambda x: torch.empty_like(x).uniform_()])

@@ -96,15 +96,17 @@ def accepted(sets: Sequence[Variation], second: nn.Module) -> tuple[list[Variati
     is_masked = any(MASK in each.inputs.kwargs for each in sets if each.label.startswith(EXAMPLE))
     takes_mask = is_masked or _takes_mask(second)
     is_fixed = any(map(is_exported, second.modules()))
-    for each in sets:
+    waiting = [*sets]
+    while waiting:
+        each = waiting.pop(0)
         if each.label.startswith(EXAMPLE):
             kept.append(each)
         elif not takes_mask and MASK in each.inputs.kwargs:
             left_out.append(f"{each.label}, the second model takes no {MASK}")
         elif is_fixed and (error := _error_on(second, each.inputs)):
-            left_out.append(
-                f"{each.label}, the second model raised {error}; pass dynamic_shapes= to torch.export"
-            )
+            told = f"{each.label}, the second model raised {error}; pass dynamic_shapes= to torch.export"
+            left_out += [] if each.apart else [told]
+            waiting[:0] = each.apart
         else:
             kept += [each, _right_padded(each)] if each.label == LEFT_PADDED else [each]
     return kept, left_out

@@ -67,7 +67,8 @@ class AnyPair:
     def modes(self) -> tuple[tuple[str, bool], ...]:
         dtypes = {p.dtype for model in self.models for p in model.parameters() if p.is_floating_point()}
         called = (_AFTER_CALLS, True), (_AFTER_CALLS, False)
-        return ((_AUTOCAST, True), *called) if dtypes == {torch.float32} else called
+        autocast = (_AUTOCAST, True), (_AUTOCAST, False)
+        return (*autocast, *called) if dtypes == {torch.float32} else called
 
     @property
     def title(self) -> str:
@@ -91,7 +92,7 @@ class AnyPair:
         with dynamo.patch(**_COMPILES_EACH_CASE):
             first, second = check_outputs(self.models, samples[0])
             check_scripted(self.models, samples[0])
-            sets, left_out = accepted([sets[0], *one_row(samples[0]), *sets[1:]], self.other)
+            sets, left_out = accepted([sets[0], *one_row(samples[0], self.models), *sets[1:]], self.other)
             sets = [each if each.label.startswith(EXAMPLE) else self._labeled(each) for each in sets]
             # another size comes first: a model may keep what it computed in its first call
             earlier = tuple(each.inputs for each in sets[::-1] if not each.label.startswith(EXAMPLE))

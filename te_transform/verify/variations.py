@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -64,12 +64,33 @@ def variations(model: nn.Module, samples: list[Inputs]) -> Iterator[Variation]:
         yield Variation(LEFT_PADDED, Inputs(fresh.args, padded))
 
 
-def one_row(inputs: Inputs) -> Iterator[Variation]:
-    """Yield a variation with a batch of one, where squeezed and broadcast dimensions show."""
+def one_row(inputs: Inputs, models: Iterable[nn.Module]) -> Iterator[Variation]:
+    """Yield a variation with a batch of one, where squeezed and broadcast dimensions show.
+
+    The row is longer than the example if no table of the models ends before: beyond the end of a table, a GPU
+    stops. If the model rejects longer rows, the row has the length of the example.
+    """
     batch, length = _batch_and_length(inputs)
-    if batch is not None and batch > 1:
-        size = _Size(batch, 1, slice(0, 1) if batch == length else slice(None))
-        yield Variation(str(size), _varied(inputs, torch.Generator().manual_seed(0), [size]))
+    if batch is None or batch == 1:
+        return
+    same, generator = batch == length, torch.Generator().manual_seed(0)
+    one = _Size(batch, 1, slice(0, 1) if same else slice(None))
+    alone = Variation(str(one), _varied(inputs, generator, [one]))
+    longer = length + max(1, length // 3) if length is not None else 0
+    if length is None or any(length <= size < longer for model in models for size in _table_sizes(model)):
+        yield alone
+        return
+    more = _Size(length, longer, slice(1, None) if same else slice(None))
+    yield Variation(f"{one} and {more}", _varied(inputs, generator, [one, more]), (alone,))
+
+
+def _table_sizes(model: nn.Module) -> Iterator[int]:
+    """Yield the sizes of buffers and embeddings, which positions may index."""
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):
+            yield module.num_embeddings
+    for buffer in model.buffers():
+        yield from buffer.shape
 
 
 def _left_padded(ids: Tensor) -> Tensor:

@@ -46,10 +46,10 @@ def verify(
     subsets of the sites run to find the guilty ones.
 
     Any other module: it runs as it is, compiled or quantized. Models in float32 also run under autocast to
-    bfloat16. Further cases are a right-padded batch, and a call after calls with the other inputs. Updated
-    buffers, inputs that a forward writes to, and probabilities of dropouts are compared as outputs. Outputs
-    at padding are not compared. After a failure, hooks on both models find the first module that differs. A
-    model whose output is the same for all inputs, or has no finite number, is not verified.
+    bfloat16. Further cases are a right-padded batch, one longer row, and a call after calls with the other
+    inputs. Updated buffers, inputs that a forward writes to, and probabilities of dropouts are compared as
+    outputs. Outputs at padding are not compared. After a failure, hooks on both models find the first module
+    that differs. A model whose output is the same for all inputs, or has no finite number, is not verified.
 
     compare.py says what passes. The weights must agree bitwise: if they differ, nothing runs, and the result
     names them.
