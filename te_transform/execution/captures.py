@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
+from inspect import isfunction
 from typing import Any
 
 from torch import nn
 
 from te_transform.execution.captured_graph import CapturedGraph
 from te_transform.execution.classes import user_class
-from te_transform.graph.content import are_the_same
 from te_transform.plan.match import Site
 
 Capture = Callable[..., Any]
 Checker = Callable[[CapturedGraph, Sequence[Any]], dict[Site, str]]
+_PARTS = operator.attrgetter("__code__", "__defaults__", "__kwdefaults__")
 
 
 class Captures:
     """The captured forward of each class, until a method on the path of its calls is replaced.
 
-    Dynamo guards the class of a module, but not the forward of the class, nor the methods that call it.
+    Dynamo guards the class of a module, but not the forward of the class, nor the methods that call it. A
+    forward is also captured anew if it gets other code or default arguments.
 
     Attributes:
         graphs: the graphs that were captured so far.
@@ -30,12 +33,14 @@ class Captures:
         self.checker = checker
         self.graphs: list[CapturedGraph] = []
         self.runs: dict[type, Capture] = {}
+        self.parts: dict[type, tuple[Any, ...]] = {}  # of the captured forwards
         self.methods: dict[type, tuple[Any, ...]] = {}
 
-    def of(self, kind: type, make: Callable[[], Capture]) -> Capture:
+    def of(self, kind: type, forward: Callable[..., Any], make: Callable[[], Capture]) -> Capture:
         """Return the captured forward of a class, and make it by `make` if there is none yet."""
-        if kind not in self.runs:
-            self.runs[kind] = make()
+        parts = _PARTS(forward) if isfunction(forward) else ()
+        if kind not in self.runs or not all(map(operator.is_, parts, self.parts[kind])):
+            self.runs[kind], self.parts[kind] = make(), parts
         return self.runs[kind]
 
     def forget(self, kind: type) -> None:
@@ -52,16 +57,15 @@ class Captures:
 
     def forget_replaced(self) -> None:
         """Discard all captured forwards if a method on the path of the modules' calls was replaced."""
-        if not all(are_the_same(_methods_called(kind), known) for kind, known in self.methods.items()):
+        if any(_methods_called(kind) != methods for kind, methods in self.methods.items()):
             self.runs.clear()
             self.methods.clear()
 
 
 def _methods_called(kind: type) -> tuple[Any, ...]:
-    """Return the methods on the path of a class's calls, with the code and the defaults of its forward.
+    """Return the methods on the path of a class's calls.
 
     A descriptor may return another forward at each access; such a forward is ignored.
     """
     forward = kind.forward if kind.forward is kind.forward else None
-    parts = (getattr(forward, name, None) for name in ("__code__", "__defaults__", "__kwdefaults__"))
-    return kind.__call__, kind._call_impl, forward, *parts
+    return kind.__call__, kind._call_impl, forward

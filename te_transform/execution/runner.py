@@ -162,7 +162,8 @@ class Runner:
         """Run a call by dynamo, which captures the forward in the first call."""
         module, kind, policy = call.module, type(call.module), self.policy
         is_around = self._is_around(call)
-        run = self.captures.of(kind, partial(self._capture, kind, call.forward, is_around))
+        make = partial(self._capture, kind, call.forward, is_around)
+        run = self.captures.of(kind, call.forward, make)
         run.turned_off = False
         policy.skip_this_mode.discard(kind)  # left over from a call that raised
         stand_ins = nullcontext() if self.division is None else self.division.standing_in(module.modules())
