@@ -117,6 +117,11 @@ class Head:
         return outputs
 
 
+def with_head(rest: Callable[..., Sequence[Any]], head: Head | None) -> Callable[..., Sequence[Any]]:
+    """Return the function of the whole graph. The function `rest` computes all operations but the head's."""
+    return rest if head is None else partial(head, rest)
+
+
 class _Logits(torch.autograd.Function):
     """Logits without a gradient. If a gradient arrives, the head runs again to propagate it."""
 

@@ -20,7 +20,6 @@ from te_transform.execution.call_context import CallContext
 from te_transform.execution.gathered import with_copied_vectors
 from te_transform.execution.graph_version import GraphVersion
 from te_transform.execution.pieces import dropped
-from te_transform.execution.prepared import Prepared
 from te_transform.execution.specialize import Precomputed, Specialized
 from te_transform.graph.nodes import called, numel_of, value
 from te_transform.plan.match import Plan, Site
@@ -37,7 +36,8 @@ _ACCUMULATED = "in accumulate(), kernels add gradients to buffers"
 _UNREADY = "its matrix products have no scales for these weights yet"
 _FAILED = "no specialization for the call, see the notes"
 
-Make = Callable[[Specialized, Precomputed, Sequence[Any], int | None], Prepared | None]
+SpecializedRun = Callable[..., Any]
+Make = Callable[[Specialized, Precomputed, Sequence[Any], int | None], SpecializedRun | None]
 
 
 class FirstCall(NamedTuple):
@@ -50,19 +50,29 @@ class FirstCall(NamedTuple):
 
 
 class Ready(NamedTuple):
-    """A prepared function for a call.
+    """The specialization of a call.
 
     Attributes:
-        lowered: the graph of `prepared`.
-        prepared: computes the outputs from the call's arguments and `known.tensors`.
+        lowered: the graph that `run` computes.
+        run: computes the outputs from `inputs(call)`.
         known: the precomputed values.
-        updates_scales: True if its backward ends with an update of the scales of gradients.
+        backend: updates the scales of gradients at the end of the backward, or None if there are none.
     """
 
     lowered: Specialized
-    prepared: Prepared
+    run: SpecializedRun
     known: Precomputed
-    updates_scales: bool
+    backend: Any
+
+    def inputs(self, call: CallContext) -> tuple[Any, ...]:
+        """Return the inputs of `run` for a call."""
+        arguments = call.args if self.backend is None else with_copied_vectors(call.args)
+        return (*arguments, *self.known.tensors)
+
+    def update_scales(self, call: CallContext, outputs: Any) -> None:
+        """Update the scales at the end of the backward of these outputs."""
+        if self.backend is not None and call.records_gradients:
+            self.backend.update_scales_after_backward(outputs)
 
 
 class ProductsInFP8:
@@ -158,18 +168,18 @@ class Specializations:
             return self._find_again(call, noted.again() if call.is_checkpointed else None)
         found = self._find(call)
         is_ready = isinstance(found, Ready)
-        noted.note(ran=(found.lowered, found.prepared, found.known.key) if is_ready else None)
+        noted.note(ran=(found.lowered, found.run, found.known.key) if is_ready else None)
         return found
 
     def _find_again(self, call: CallContext, noted: NotedCall | None) -> Ready | str:
         """Return the specialization that ran a call in its forward; a checkpoint repeats the call."""
         if noted is None or noted.ran is None:
             return _REPEATED
-        lowered, prepared, key = noted.ran
+        lowered, run, key = noted.ran
         known = lowered.look(call.args, repeats=True)
         if known is None or known.key != key:
             return _REPEATED
-        return Ready(lowered, prepared, known, updates_scales=False)
+        return Ready(lowered, run, known, backend=None)
 
     def _find(self, call: CallContext) -> Ready | FirstCall | str:
         arguments = call.args
@@ -190,24 +200,12 @@ class Specializations:
         known = lowered.look(arguments)
         if known is None:
             return _UNREADY
-        prepared = self._prepared(lowered, known, call, scaling)
-        if prepared is None:
+        run = self._run_for(lowered, known, call, scaling)
+        if run is None:
             return _FAILED
-        return Ready(lowered, prepared, known, updates_scales=bool(sites))
+        return Ready(lowered, run, known, self.options.backend if sites else None)
 
-    def run(self, found: Ready | FirstCall, call: CallContext, fused: Callable[[CallContext], Any]) -> Any:
-        """Run a call by the result of find(). `fused` runs a FirstCall."""
-        if isinstance(found, FirstCall):
-            outputs = fused(call)
-            self._learn(found, call)
-            return outputs
-        arguments = with_copied_vectors(call.args) if found.updates_scales else call.args
-        outputs = found.prepared(*arguments, *found.known.tensors)
-        if found.updates_scales and call.records_gradients:
-            self.options.backend.update_scales_after_backward(outputs)
-        return outputs
-
-    def _learn(self, first: FirstCall, call: CallContext) -> None:
+    def learn(self, first: FirstCall, call: CallContext) -> None:
         """Note the products that ran in FP8 in a first call."""
         if not self.in_fp8.note_layers(first.key):
             return
@@ -224,9 +222,9 @@ class Specializations:
         self.version.tell(f"graphs run {self._otherwise}, {why}")
         return why
 
-    def _prepared(
+    def _run_for(
         self, lowered: Specialized, known: Precomputed, call: CallContext, scaling: Any
-    ) -> Prepared | None:
+    ) -> SpecializedRun | None:
         bucket = self._bucket(call)
         arguments = call.args
         shared = self._shared(arguments)

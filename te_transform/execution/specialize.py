@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from operator import and_, is_
@@ -20,7 +20,6 @@ from te_transform.backends.joined import Join
 from te_transform.backends.masks import LookedAt, MaskOp
 from te_transform.execution.graph_version import GraphVersion
 from te_transform.execution.lower import lower
-from te_transform.execution.prepared import Prepared
 from te_transform.graph import edit
 from te_transform.graph.nodes import value
 from te_transform.plan.match import Site
@@ -124,7 +123,7 @@ class Specialized:
             site for site in plan.sites if compiles and site not in products and isinstance(site.fused, _LEFT)
         }
         self.graph = lower(plan, version.scattered, version.disabled | others)
-        self.runs: dict[tuple, Prepared | None] = {}
+        self.runs: dict[tuple, Callable[..., Any] | None] = {}
         self.states = States({})  # of the last call without quantized weights
         self.constant: Precomputed | None = None  # the values, if they are the same in all calls
         nodes = list(self.graph.graph.nodes)

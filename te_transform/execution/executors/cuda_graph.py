@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, fx
 
-from te_transform.backends.fp8.fp8_only import addresses, closed, forms_of
+from te_transform.backends.fp8.fp8_only import StoredForms, addresses, closed, forms_of, opened
 from te_transform.canonicalize import written
 from te_transform.execution.call_context import CallContext
 from te_transform.execution.cuda_graph_pair import stream_now
@@ -18,11 +18,10 @@ from te_transform.execution.executors.fused import Fused
 from te_transform.execution.executors.inductor import compiled, in_layers
 from te_transform.execution.graph_recording import CallSignature, Function
 from te_transform.execution.graph_version import GraphVersion
-from te_transform.execution.lm_head import Head, head_of
+from te_transform.execution.lm_head import Head, head_of, with_head
 from te_transform.execution.pieces import Piece
-from te_transform.execution.prepared import Prepared
 from te_transform.execution.replayed import Replayed
-from te_transform.execution.specializations import Ready, Specializations, attention_kernels
+from te_transform.execution.specializations import FirstCall, Ready, Specializations, attention_kernels
 from te_transform.execution.specialize import Precomputed, Specialized
 from te_transform.graph.marks import marked
 from te_transform.graph.nodes import returned, stays_in_place, storages
@@ -30,17 +29,47 @@ from te_transform.graph.nodes import returned, stays_in_place, storages
 _OVERLAP = "runs without CUDA graphs, it returns two tensors that share memory"
 
 
+class Recorded:
+    """A function of a graph's arguments and the precomputed tensors that runs as CUDA graphs.
+
+    Args:
+        replayed: the function without the head. FP8 tensors are passed as bytes.
+        forms: the indices of these FP8 tensors, with their classes and dtypes.
+        head: runs outside of the recording.
+    """
+
+    def __init__(self, replayed: Replayed, forms: StoredForms, head: Head | None):
+        self.replayed, self.forms, self.head = replayed, forms, head
+
+    def __call__(self, *arguments: Any) -> Any:
+        return with_head(self._replay, self.head)(*arguments)
+
+    def signature_of(self, arguments: Sequence[Any], own: int) -> CallSignature | None:
+        """Return the signature of a call, or None if its recording needs more than `own` arguments."""
+        signature = self.replayed.signature_of(opened(arguments, self.forms))
+        is_enough = signature.graphs is not None and signature.graphs.needs <= own
+        return signature if is_enough else None
+
+    def again(self, signature: CallSignature) -> Callable[..., Any] | None:
+        """Return a function of the graph's arguments that replays the recording, or None if it was freed."""
+        replay = self.replayed.again(signature)
+        return None if replay is None else with_head(replay, self.head)
+
+    def _replay(self, *arguments: Any) -> Any:
+        return self.replayed(*opened(arguments, self.forms))
+
+
 class LastStep(NamedTuple):
     """The last replayed call without gradients.
 
     Attributes:
         key: equal for the next step of generation if the same recording can compute it.
-        prepared: the function that ran the call.
+        recorded: the function that ran the call.
         signature: of the call. The recording may be freed elsewhere.
     """
 
     key: tuple[Any, ...]
-    prepared: Prepared
+    recorded: Recorded
     signature: weakref.ref[CallSignature]
 
 
@@ -83,19 +112,26 @@ class CudaGraph:
         if callable(call.found):  # a replay of the last step's recording
             return call.found(*call.args)
         found, step = call.found
-        outputs = self.specializations.run(found, call, self.fused.run)
-        is_ready = step is not None and isinstance(found, Ready)
-        if is_ready and not found.known.states and not found.lowered.reads_values:
-            self._keep(step, found, call.args)
+        if isinstance(found, FirstCall):
+            outputs = self.fused.run(call)
+            self.specializations.learn(found, call)
+            return outputs
+        outputs = found.run(*found.inputs(call))
+        found.update_scales(call, outputs)
+        is_step = step is not None and not found.known.states and not found.lowered.reads_values
+        if is_step and isinstance(found.run, Recorded):
+            self._keep(step, found, found.run, call.args)
         return outputs
 
-    def _keep(self, step: tuple[Any, ...], found: Ready, arguments: Sequence[Any]) -> None:
+    def _keep(
+        self, step: tuple[Any, ...], found: Ready, recorded: Recorded, arguments: Sequence[Any]
+    ) -> None:
         """Keep the function that ran this call for the next one, if it reads only memory of the arguments."""
         tensors = found.known.tensors
         # True if precomputed tensors are memory of the arguments, not copies that each call makes
         own = {*addresses(tensors)} <= {*step[0]}
-        signature = found.prepared.signature_of([*arguments, *tensors], len(arguments)) if own else None
-        self.last = None if signature is None else LastStep(step, found.prepared, weakref.ref(signature))
+        signature = recorded.signature_of([*arguments, *tensors], len(arguments)) if own else None
+        self.last = None if signature is None else LastStep(step, recorded, weakref.ref(signature))
 
     def _step(self, call: CallContext) -> tuple[Any, ...] | None:
         """Return a key that is equal for calls without gradients that one recording can compute.
@@ -124,11 +160,11 @@ class CudaGraph:
         if step is None or last is None or last.key != step:
             return None
         signature = last.signature()
-        return None if signature is None else last.prepared.again(signature)
+        return None if signature is None else last.recorded.again(signature)
 
     def _make(
         self, lowered: Specialized, known: Precomputed, arguments: Sequence[Any], bucket: int | None
-    ) -> Prepared | None:
+    ) -> Callable[..., Any] | None:
         graph = lowered.with_known(known)
         compile = partial(compiled, options=self.options, tell=self.tell) if self.options.compile else None
         head = head_of(graph, compile)  # runs outside of the recording, so its outputs need no copy
@@ -141,18 +177,18 @@ class CudaGraph:
                 run = in_layers(graph, given, None, self.tell, record=record_piece)
             else:
                 run = compile(graph, given, bucket, record_piece)
-            return None if run is None else Prepared(run, head)
+            return None if run is None else with_head(run, head)
         run = self._in_recipe(graph) if compile is None else compile(graph, given, bucket)
         if run is None:
             return None
         if self.outputs_overlap:
             self.tell(f"a graph {_OVERLAP}")
-            return Prepared(run, head)
+            return with_head(run, head)
         return record(run, [node for node in graph.graph.nodes if node.op == "placeholder"], head)
 
     def _recorder(
         self, graph: fx.GraphModule, known: Precomputed, arguments: Sequence[Any]
-    ) -> Callable[..., Prepared]:
+    ) -> Callable[..., Recorded]:
         """Return a function that makes operations of the graph run as CUDA graphs.
 
         Its arguments are a function that runs the operations, the nodes that they read, and the head.
@@ -166,7 +202,7 @@ class CudaGraph:
         writes = {placeholders[index] for index in self.specializations.writes}
         states = {placeholders[len(arguments) + index] for index in known.written}
 
-        def record(run: Callable[..., Any], inputs: Sequence[fx.Node], head: Head | None = None) -> Prepared:
+        def record(run: Callable[..., Any], inputs: Sequence[fx.Node], head: Head | None = None) -> Recorded:
             forms = forms_of([given.get(node) for node in inputs])
             stay = [*(static_inputs.get(node, False) for node in inputs), *(True for _ in forms)]
             writes_to, states_in = (
@@ -177,11 +213,11 @@ class CudaGraph:
                 return run(*closed(tensors, forms))
 
             function = Function(recorded, stay, writes_to, states_in, self.tell, self.ranks)
-            return Prepared(run, head, Replayed(function), forms)
+            return Recorded(Replayed(function), forms, head)
 
         return record
 
-    def _recorded_piece(self, record: Callable[..., Prepared], piece: Piece) -> Callable[..., Any]:
+    def _recorded_piece(self, record: Callable[..., Recorded], piece: Piece) -> Callable[..., Any]:
         """Return a function that runs a piece of a graph as CUDA graphs of its own."""
         run = piece.run or self._in_recipe(piece.module)
         if not piece.outputs:

@@ -24,11 +24,10 @@ from te_transform.execution.call_context import CallContext
 from te_transform.execution.console import status
 from te_transform.execution.executors.fused import Fused
 from te_transform.execution.graph_version import GraphVersion
-from te_transform.execution.lm_head import head_of
+from te_transform.execution.lm_head import head_of, with_head
 from te_transform.execution.partition import in_pieces
 from te_transform.execution.pieces import Piece
-from te_transform.execution.prepared import Prepared
-from te_transform.execution.specializations import Specializations
+from te_transform.execution.specializations import FirstCall, Specializations
 from te_transform.execution.specialize import Precomputed, Specialized
 from te_transform.graph.errors import in_a_line
 from te_transform.graph.marks import marked
@@ -76,17 +75,24 @@ class Inductor:
 
     def run(self, call: CallContext) -> Any:
         """Run the compiled graph with its precomputed tensors."""
-        return self.specializations.run(call.found, call, self.fused.run)
+        found = call.found
+        if isinstance(found, FirstCall):
+            outputs = self.fused.run(call)
+            self.specializations.learn(found, call)
+        else:
+            outputs = found.run(*found.inputs(call))
+            found.update_scales(call, outputs)
+        return outputs
 
     def _make(
         self, lowered: Specialized, known: Precomputed, arguments: Sequence[Any], bucket: int | None
-    ) -> Prepared | None:
+    ) -> Callable[..., Any] | None:
         graph = lowered.with_known(known)
         compile = partial(compiled, options=self.options, tell=self.tell)
         head = None if bucket is None else head_of(graph, compile)  # the head's gradient is reduced first
         graph = graph if head is None else head.rest
         run = compile(graph, [*arguments, *known.tensors], bucket)
-        return None if run is None else Prepared(run, head)
+        return None if run is None else with_head(run, head)
 
 
 def compiled(
