@@ -25,6 +25,12 @@ class DotProductAttention(plain.DotProductAttention):
     tensors by their offsets, and does not check their other strides.
     """
 
+    def too_small(self, query: Tensor, key: Tensor, mask: Tensor | None) -> str | None:
+        """Return why cuDNN's kernel would not be faster, or None; count the reason."""
+        if why := super().too_small(query, key, mask):
+            self.plain_calls[why] += 1
+        return why
+
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: plain.Given, *rest: Any) -> Tensor:
         """Compute attention by cuDNN if its kernel is the best one; otherwise count the reason."""
         if traced() and not compiling.get():

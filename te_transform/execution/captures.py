@@ -15,7 +15,7 @@ from te_transform.plan.match import Site
 
 Capture = Callable[..., Any]
 Checker = Callable[[CapturedGraph, Sequence[Any]], dict[Site, str]]
-_PARTS = operator.attrgetter("__code__", "__defaults__", "__kwdefaults__")
+_CODE_AND_DEFAULTS = operator.attrgetter("__code__", "__defaults__", "__kwdefaults__")
 
 
 class Captures:
@@ -38,7 +38,7 @@ class Captures:
 
     def of(self, kind: type, forward: Callable[..., Any], make: Callable[[], Capture]) -> Capture:
         """Return the captured forward of a class, and make it by `make` if there is none yet."""
-        parts = _PARTS(forward) if isfunction(forward) else ()
+        parts = _CODE_AND_DEFAULTS(forward) if isfunction(forward) else ()
         if kind not in self.runs or not all(map(operator.is_, parts, self.parts[kind])):
             self.runs[kind], self.parts[kind] = make(), parts
         return self.runs[kind]

@@ -99,6 +99,8 @@ class DotProductAttention(FusedOp):
             return _attention_in_ops(query, key, value, *rest, wide_scores=self.wide_scores)
         if transformed():  # here, rows that see no key are zero, and have no gradient
             return ops.sdpa(query, key, value, *rest)
+        if not (self.written_out or traced()) and given is mask and self.too_small(query, key, mask):
+            return DotProductAttention.attend(self, query, key, value, *rest)
         # a compiler chooses the tensors that a backward keeps, and records no second backward
         value = value if compiling.get() else _in_own_storage(value, query, key)
         # with dropout, the plain version would draw other random numbers
@@ -107,6 +109,10 @@ class DotProductAttention(FusedOp):
         out = differentiable_twice(self.attend, _math, arguments) if twice else self.attend(*arguments)
         nan_rows = self.written_out and mask is not None and hidden is None and _may_be_blind(given)
         return _with_nan_rows(out, value, mask) if nan_rows else out
+
+    def too_small(self, query: Tensor, key: Tensor, mask: Tensor | None) -> str | None:
+        """Return why the kernel that PyTorch chooses for a call of the model is fast enough, or None."""
+        return limits.too_small_attention(query, key, mask is not None) if query.dim() == 4 else None
 
     def beside_sinks(
         self,
