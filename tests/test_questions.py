@@ -445,6 +445,16 @@ def test_a_class_of_values_may_define_its_truth(base: type) -> None:
     )
 
 
+@pytest.mark.parametrize("base", [dict, collections.OrderedDict, list, tuple, set, collections.deque, str])
+def test_an_empty_object_is_false(base: type) -> None:
+    kind = type("Own", (base,), {})
+    check(
+        lambda m, held, kwargs: 1.0 if held else 2.0,
+        kind(),
+        lambda model: setattr(model, "held", kind({"a": 1.0})),
+    )
+
+
 def test_a_class_may_define_an_operator_in_place_of_another_attribute() -> None:
     """The class has as many attributes as before."""
     read, method = SPECIAL["__bool__"]
@@ -932,7 +942,23 @@ NUMBERS = {
     "a key": lambda x: {5: 3.0}.get(EQUALS.number, 1.0),
     "is_tensor()": lambda x: torch.is_tensor(EQUALS.number),
     "an array that widens": lambda x: x * EQUALS.array,
+    "a new array": lambda x: x * numpy.array(2.0),
+    "an array of a number": lambda x: x * numpy.asarray(numpy.sqrt(8)),
+    "a reshaped array": lambda x: x * x.numpy()[:1, 0].astype(float).reshape(()),
+    "an array of an array": lambda x: x * x.numpy().astype(float)[0, 0, ...],
+    "an array of a tensor": lambda x: x * x.double().sum().numpy(),
+    "a product with integers": lambda x: torch.ones(1, dtype=torch.int64) * numpy.sqrt(8),
+    "a tensor filled with integers": lambda x: torch.full((1,), EQUALS.number),
+    "a product with a scalar": lambda x: x.sum() * EQUALS.number / numpy.sqrt(8),
+    "a number of another dtype in PyTorch": lambda x: x * numpy.sqrt(numpy.uint8(2)),
+    "an array of another shape in PyTorch": lambda x: x * numpy.median(numpy.ones(2)),
+    "a number that a graph returns": lambda x: after_break(numpy.sqrt(8)) * x,
 }
+
+
+def after_break(value: Any) -> Any:
+    torch._dynamo.graph_break()
+    return value
 
 
 @pytest.mark.filterwarnings("ignore:__array_wrap__")
@@ -947,6 +973,14 @@ def test_a_product_with_a_number_of_numpy_is_captured() -> None:
     run = capture(type(model).forward, lambda graph, inputs: graphs.append(graph) or graph.forward)
     assert torch.equal(run(model, X), model(X))
     assert len(graphs) == 1
+
+
+@pytest.mark.parametrize(
+    "compute", [numpy.mean, numpy.median, lambda array: array[0, 0], lambda array: array]
+)
+def test_a_captured_number_of_numpy_is_returned_as_a_number(compute: Callable[[Any], Any]) -> None:
+    run = capture(lambda x: compute(x.numpy() * 2), lambda graph, inputs: graph.forward)
+    assert type(run(X)) is type(compute(X.numpy()))
 
 
 # Metaclasses that construct objects

@@ -6,6 +6,7 @@ Each graph has one such guard, since all objects of a class share the class.
 from __future__ import annotations
 
 import enum
+import functools
 import gc
 import operator
 import sys
@@ -16,6 +17,7 @@ from types import FunctionType
 from typing import Any
 
 from torch._C._dynamo.guards import dict_version
+from torch._dynamo.variables import UserMethodVariable
 from torch._guards import Guard
 
 from te_transform.graph.content import are_the_same, objects
@@ -54,6 +56,27 @@ def check_truth(_: Any, value: Any, *__: Any, **___: Any) -> None:
     found = getattr(type(value), "__bool__", None)
     if isinstance(value, _TRUE_BY_VALUE) and isfunction(found) and found.__module__ != "enum":
         leave_to_user(f"dynamo does not call the __bool__ that {type(value).__name__} defines")
+
+
+def truth_by_length(own: Callable[..., Any]) -> Callable[..., Any]:
+    """Look up the truth of an object by its length, where a class of Python's library defines `__len__`.
+
+    PyTorch 2.11 takes an empty list, dict or str of a derived class for true.
+    """
+
+    @functools.wraps(own)
+    def look_up(self: Any, tx: Any, name: str) -> Any:
+        kind = type(self.value)
+        length = getattr(kind, "__len__", None)
+        if name == "__bool__" and length and not isfunction(length) and not hasattr(kind, name):
+            return UserMethodVariable(_is_not_empty, self)
+        return own(self, tx, name)
+
+    return look_up
+
+
+def _is_not_empty(held: Any) -> bool:
+    return len(held) > 0
 
 
 def _guard_definition(mro: tuple[type, ...], name: str) -> None:

@@ -62,6 +62,7 @@ from te_transform.graph.class_guards import (
     guard_class_attribute,
     guard_missing_name,
     guard_special_methods,
+    truth_by_length,
 )
 from te_transform.graph.dynamo_patches import IS_2_13, Patch, call_after, call_before, leave_to_user, patched
 from te_transform.graph.empty_dicts import empty_dict_patches
@@ -315,6 +316,8 @@ def _class_patches() -> Iterator[Patch]:
     yield UserDefinedObjectVariable, "__init__", call_after(_guard_class)
     yield UserDefinedObjectVariable, "__init__", call_after(check_truth)
     yield UserDefinedClassVariable, "call_function", call_before(check_construction)
+    if not IS_2_13:
+        yield UserDefinedObjectVariable, "var_getattr", truth_by_length
 
 
 def _identity_patches() -> Iterator[Patch]:
