@@ -933,6 +933,10 @@ def follows(ask: Callable[[Tensor], Any]) -> None:
         torch.testing.assert_close(run(model, x), model(x), rtol=0, atol=0)
 
 
+def test_no_transform_is_none() -> None:
+    follows(lambda x: torch._C._functorch.peek_interpreter_stack() is None)
+
+
 # Numbers of numpy
 
 NUMBERS = {

@@ -16,13 +16,12 @@ from inspect import isfunction
 from types import FunctionType
 from typing import Any
 
-from torch._C._dynamo.guards import dict_version
 from torch._dynamo.variables import UserMethodVariable
 from torch._guards import Guard
 
 from te_transform.graph.content import are_the_same, objects
 from te_transform.graph.dynamo_patches import leave_to_user
-from te_transform.graph.lambda_guards import add_guard, notes_of_capture
+from te_transform.graph.lambda_guards import add_guard, notes_of_capture, while_unchanged
 
 _MISSING = object()
 _TRUE_BY_VALUE = (set, frozenset, OrderedDict, int, float, complex, str, bytes)  # dynamo asks the base class
@@ -158,28 +157,17 @@ def _same_classes(builder: Any, guard: Guard, notes: _Read) -> None:
 
 
 def _same_attributes(read: dict[tuple[type, str], Any], bases: set[type]) -> Callable[[], bool]:
-    """Return a function that is True while classes define these attributes, and no new special methods.
-
-    It looks up the attributes only if the version of a class's dict has changed.
-    """
+    """Return a function that is True while classes define these attributes, and no new special methods."""
     special = {base: _special_names(base) for base in bases if _is_users(base, "__call__")}
     # vars() of a class is a proxy, whose only referent is the dict of the class
     dicts = gc.get_referents(*map(vars, {base: None for base, _ in read} | special))
-    known: list[int] = []
 
     def define_the_same() -> bool:
-        nonlocal known
-        versions = list(map(dict_version, dicts))
-        if versions == known:
-            return True
         if any(vars(base).get(name, _MISSING) is not found for (base, name), found in read.items()):
             return False
-        if any(_special_names(base) != names for base, names in special.items()):
-            return False
-        known = versions
-        return True
+        return all(_special_names(base) == names for base, names in special.items())
 
-    return define_the_same
+    return while_unchanged(dicts, define_the_same)
 
 
 def _same_functions(functions: list[FunctionType]) -> Callable[[], bool]:

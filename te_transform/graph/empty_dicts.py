@@ -9,11 +9,10 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from torch._dynamo.guards import DictGuardManager, GuardBuilder, GuardManagerType
+from torch._dynamo.guards import DictGuardManager, GuardBuilder, GuardManagerType, get_verbose_code_parts
 from torch._guards import Guard, Source
 
 from te_transform.graph.dynamo_patches import Patch
-from te_transform.graph.lambda_guards import add_guard
 
 
 def empty_dict_patches() -> Iterator[Patch]:
@@ -40,6 +39,7 @@ def _guard_size(own: Callable[..., Any]) -> Callable[..., Any]:
         if isinstance(manager, DictGuardManager):
             own(self, held, guard)
         else:
-            add_guard(manager, guard, lambda held: dict.__len__(held) == 0, f"{guard.name} has no keys")
+            told = get_verbose_code_parts(f"not {guard.name}", guard)
+            manager.add_dict_length_check_guard(0, told, guard.user_stack)
 
     return guard_keys

@@ -21,7 +21,7 @@ from torch._dynamo.variables import UserFunctionVariable, UserMethodVariable
 from torch._guards import Guard
 
 from te_transform.graph.dynamo_patches import Patch, call_before
-from te_transform.graph.lambda_guards import add_guard, notes_of_capture
+from te_transform.graph.lambda_guards import add_guard, notes_of_capture, while_unchanged
 
 
 def name_patches() -> Iterator[Patch]:
@@ -72,10 +72,11 @@ def _find_the_same(builder: Any, guard: Guard, notes: _LookedUp) -> None:
     looked_up = [(notes.globals[key].keys(), names) for key, names in notes.builtins.items()]
     imported = list(notes.modules.items())
 
-    def is_same(_: Any) -> bool:
+    def is_same() -> bool:
         if not all(variables.isdisjoint(names) for variables, names in looked_up):
             return False
         return all(sys.modules.get(name) is module for name, module in imported)
 
+    unchanged = while_unchanged([*notes.globals.values(), sys.modules], is_same)
     told = f"no global variable hides a builtin, and {sorted(notes.modules)} are the same modules"
-    add_guard(builder.guard_manager.root, guard, is_same, told)
+    add_guard(builder.guard_manager.root, guard, lambda _: unchanged(), told)

@@ -7,6 +7,7 @@ import reprlib
 from collections.abc import Callable, Hashable
 from typing import Any, TypeVar
 
+from torch._C._dynamo.guards import dict_version
 from torch._dynamo import guards
 from torch._dynamo.source import GlobalStateSource
 from torch._guards import Guard, TracingContext
@@ -30,6 +31,23 @@ def notes_of_capture(kind: type[Notes], build: Callable[[Any, Guard, Notes], Non
 def add_guard(manager: Any, guard: Guard, is_same: Callable[[Any], bool], told: str) -> None:
     """Add a guard that calls `is_same` with the manager's value; `told` describes it in messages."""
     manager.add_lambda_guard(is_same, guards.get_verbose_code_parts([told], guard), guard.user_stack)
+
+
+def while_unchanged(dicts: list[dict[Any, Any]], is_same: Callable[[], bool]) -> Callable[[], bool]:
+    """Return a function that calls `is_same` only if a dict has changed since the last call that was true."""
+    known: list[int] = []
+
+    def ask() -> bool:
+        nonlocal known
+        versions = list(map(dict_version, dicts))
+        if versions == known:
+            return True
+        if is_same():
+            known = versions
+            return True
+        return False
+
+    return ask
 
 
 def guard_at_root(builder: Any, guard: Guard, name: str, ask: Callable[[Any], Hashable], told: str) -> None:

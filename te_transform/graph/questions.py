@@ -292,6 +292,7 @@ def _patches() -> Iterator[Patch]:
             yield tracker, "call_obj_hasattr", call_before(_guard_hasattr)
     yield functions.UserMethodVariable, "call_function", call_before(_guard_getattr_method)
     yield torch_functions.TorchInGraphFunctionVariable, "call_function", call_before(_guard_folded_function)
+    yield torch_functions.TorchInGraphFunctionVariable, "call_function", _without_transform
     yield functions.PolyfilledFunctionVariable, "call_function", call_before(_guard_polyfill)
     yield misc.RandomVariable, "call_method", call_before(_guard_random_state)
     yield from _identity_patches()
@@ -529,6 +530,22 @@ def _guard_folded_function(self: Any, _: Any, args: Any, kwargs: Any) -> None:
         arguments = tuple(given.as_python_constant() for given in args)
         named = tuple((name, given.as_python_constant()) for name, given in kwargs.items())
         _guard_process(self.value, arguments, named)
+
+
+def _without_transform(own: Callable[..., Any]) -> Callable[..., Any]:
+    """Answer peek_interpreter_stack() outside of torch.func transforms, where dynamo makes an object of None.
+
+    Dynamo guards the stack of transforms itself.
+    """
+    peek = torch._C._functorch.peek_interpreter_stack
+
+    @functools.wraps(own)
+    def call(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        if self.value is peek and peek() is None:
+            return ConstantVariable.create(None)
+        return own(self, tx, args, kwargs)
+
+    return call
 
 
 def _guard_random_state(self: Any, *_: Any, **__: Any) -> None:
