@@ -794,7 +794,7 @@ def runs(converted: Tensor, original: Tensor, reference: Tensor, gradients: dict
     by_run = [{key: three[i] for key, three in gradients.items()} for i in range(3)]
     tensors = (converted, original, reference)
     one, two, three = (Run({"": t}, g, {}) for t, g in zip(tensors, by_run, strict=True))
-    return one, [two], three
+    return one, two, three
 
 
 def test_the_original_sets_the_measure() -> None:
@@ -870,7 +870,7 @@ def test_dropout_is_off_and_the_reference_is_fp64_throughout() -> None:
     exact = run(Subject.of(model, lambda: in_double(model)), inputs, double=True)
     assert exact.outputs[""].dtype is torch.float64
     assert {gradient.dtype for gradient in exact.gradients.values()} == {torch.float64}
-    (row,) = compare(Run(one.outputs, {}, {}), [Run(one.outputs, {}, {})], Run(exact.outputs, {}, {}), "")
+    (row,) = compare(*(Run(each.outputs, {}, {}) for each in (one, one, exact)), "")
     assert 0 < row.converted < 1e-6
     assert list(map(id, model.parameters())) == list(map(id, own.values()))
     assert next(model.parameters()).dtype is torch.float32
@@ -950,7 +950,7 @@ def test_random_rounding_is_as_large_as_rounding() -> None:
         run(Subject.of(model), inputs, cotangents=exact.cotangents, rounding=r) for r in (None, 0)
     )
     assert not torch.equal(plain.outputs[""], noisy.outputs[""])
-    (own, *_), (drawn, *_) = (compare(r, [r], exact, "") for r in (plain, noisy))
+    (own, *_), (drawn, *_) = (compare(r, r, exact, "") for r in (plain, noisy))
     assert own.converted < drawn.converted < 3 * own.converted
 
 

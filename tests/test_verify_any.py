@@ -13,7 +13,7 @@ import transformers
 from torch import Tensor, fx, nn
 
 import te_transform
-from te_transform.verify import compare
+from te_transform.verify import compare, replay
 from te_transform.verify.names import renaming
 from te_transform.verify.verification import Verification
 from te_transform.verify.verify import verify
@@ -925,3 +925,21 @@ def test_random_numbers_are_the_same_in_fp64(draw: Callable[[Tensor], Tensor], f
     model = Calls(lambda m, x: m.linear(x + draw(x)))
     assert verify(model, copy.deepcopy(model), X)
     assert not verify(model, Calls(lambda m, x: m.linear(x + 1.01 * draw(x))), X)
+
+
+def test_after_a_failure_further_inputs_get_fewer_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    seeds = []
+
+    def counted(*arguments: Any, **how: Any) -> replay.Run:
+        seeds.extend([how["rounding"]] if "rounding" in how else [])
+        return replay.run(*arguments, **how)
+
+    monkeypatch.setattr(compare, "run", counted)
+    model = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH))
+    other = copy.deepcopy(model)
+    other[0].eps = 0.1
+    found = verify(model, other, X)
+
+    failed = {row.inputs for row in found.rows if not row.ok}
+    assert len(failed) > 5
+    assert len(seeds) == compare.DRAWS + compare.SETTLED_DRAWS * (len(failed) - 1)

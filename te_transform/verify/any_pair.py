@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch._dynamo import config as dynamo
 from torch.utils._pytree import tree_map_only
 
+from te_transform.execution.console import status
 from te_transform.graph.inputs import Inputs
 from te_transform.graph.names import forward_parameters
 from te_transform.graph.preserve import same_state
@@ -185,7 +186,8 @@ class AnyPair:
         def tape(model: nn.Module, rename: Callable[[str], str | None]) -> Tape:
             return Tape(model, rename, visible)
 
-        with torch.set_grad_enabled(case.gradients):
+        searching = status("searching for the first module that differs")
+        with searching, torch.set_grad_enabled(case.gradients):
             found = first_difference(
                 lambda: (self._original(case, outputs), tape(self.model, self.layout.rename)),
                 lambda: (self._original(case, outputs, double=True), tape(self.model, self.layout.rename)),

@@ -59,23 +59,26 @@ def all_rows(sets: list[Variation], pair: Pair) -> Rows:
     Raises:
         ValueError: the original rejects the example inputs.
     """
-    return _together([_rows_of(each, pair) for each in progress(sets, "verifying")])
+    found: list[Rows] = []
+    for each in progress(sets, "verifying"):
+        found.append(_rows_of(each, pair, settled=any(failing for _, failing, _ in found)))
+    return _together(found)
 
 
-def rows_of_case(pair: Pair, case: Case) -> list[Row]:
-    """Return the comparisons of one case."""
+def rows_of_case(pair: Pair, case: Case, settled: bool = False) -> list[Row]:
+    """Return the comparisons of one case; `settled` is True if another case has failed."""
     for model in pair.models:
         model.train(case.training)
     with torch.set_grad_enabled(case.gradients), pair.around():
         try:
-            return judge(pair.contenders(case), case.inputs, str(case))
+            return judge(pair.contenders(case), case.inputs, str(case), settled=settled)
         except OriginalError:
             if not case.gradients:
                 raise
             # a forward may set requires_grad on views of its input, as wav2vec2 does in training; PyTorch
             # refuses this if the input itself requires a gradient
             detached = tree_map_only(Tensor, Tensor.detach, (case.inputs.args, case.inputs.kwargs))
-            return judge(pair.contenders(case), Inputs(*detached), str(case))
+            return judge(pair.contenders(case), Inputs(*detached), str(case), settled=settled)
 
 
 def failed(rows: list[Row]) -> bool:
@@ -106,12 +109,12 @@ def _requiring_gradients(inputs: Inputs) -> Inputs:
     return Inputs(*tree_map_only(Tensor, trained, (inputs.args, inputs.kwargs)))
 
 
-def _rows_of(each: Variation, pair: Pair) -> Rows:
+def _rows_of(each: Variation, pair: Pair, settled: bool) -> Rows:
     rows: list[Row] = []
     failing: list[Case] = []
     try:
         for case in _cases(each.label, each.inputs, pair.modes):
-            rows += (found := rows_of_case(pair, case))
+            rows += (found := rows_of_case(pair, case, settled or bool(failing)))
             failing += [case] if failed(found) else []
     except OriginalError as error:
         if each.label.startswith(EXAMPLE):
@@ -119,7 +122,7 @@ def _rows_of(each: Variation, pair: Pair) -> Rows:
                 f"expected example inputs on which the original runs, got {each.inputs}; it raised {error}"
             ) from error
         skipped = [] if each.apart else [f"{each.label}, the original raised {error}"]
-        apart = [_rows_of(one, pair) for one in each.apart]
+        apart = [_rows_of(one, pair, settled) for one in each.apart]
         return _together([(rows, failing, skipped), *apart])
     return rows, failing, []
 

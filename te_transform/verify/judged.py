@@ -87,7 +87,8 @@ class _RoundedAtRandom(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _rounded_at_random(grad, ctx.seed), None
+        with torch._C.DisableTorchFunction():
+            return _rounded_at_random(grad, ctx.seed), None
 
 
 def _rounded_at_random(x: Tensor, seed: int) -> Tensor:
@@ -136,7 +137,7 @@ class Judged(GraphMode):
         out = func(*args, **kwargs)
         if known in _DRAWS:
             self._note_or_replace(out)
-        return out if self.seeds is None else self._rounded(out, tree_leaves((args, kwargs)))
+        return out if self.seeds is None else self._rounded(out, (args, kwargs))
 
     def _note_or_replace(self, drawn: Tensor) -> None:
         if self._given is None:
@@ -144,13 +145,14 @@ class Judged(GraphMode):
         elif (given := next(self._given, drawn)).shape == drawn.shape:
             drawn.detach().copy_(given)
 
-    def _rounded(self, out: Any, given: list[Any]) -> Any:
+    def _rounded(self, out: Any, given: Any) -> Any:
         if type(out) in (tuple, list):
             return type(out)(self._rounded(item, given) for item in out)
         if type(out) is not Tensor or not out.is_floating_point() or not out.requires_grad:
             return out  # positions and masks: rounding must not change an index
         storage = out.untyped_storage()._cdata
-        if any(isinstance(t, Tensor) and t.untyped_storage()._cdata == storage for t in given):
+        tensors = (leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor))
+        if any(tensor.untyped_storage()._cdata == storage for tensor in tensors):
             return out  # a view
         return _RoundedAtRandom.apply(out, self.seeds.getrandbits(62))
 
