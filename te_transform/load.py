@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Sequence
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -60,10 +61,11 @@ def inputs_of(told: Sequence[str], model: nn.Module) -> Inputs:
     """Make random example inputs from texts of the form [NAME=]SHAPE[:DTYPE[:HIGH]], on the model's device.
 
     "2x16x64" means normal floats in the dtype of the model's first floating point parameter.
-    "ids=2x16:int64:1000" means integers below 1000 for the argument `ids`.
+    "ids=2x16:int64:1000" means integers below 1000 for the argument `ids`. "batch.ids=2x16:int64:1000" means
+    an argument `batch` that is a dict with an entry `ids`.
 
     Raises:
-        LoadError: a text is invalid; the message says what was expected.
+        LoadError: a text is invalid, or the inputs do not fit the forward; the message says what is expected.
     """
     named = [each.rpartition("=") for each in told]
     floats = filter(torch.is_floating_point, model.parameters())
@@ -74,9 +76,28 @@ def inputs_of(told: Sequence[str], model: nn.Module) -> Inputs:
         raise LoadError(f"expected a name before each =, such as ids=2x16:int64:1000, got {', '.join(told)}")
     if any(names) and not all(names):
         raise LoadError("expected names for all inputs or for none, got names for some; name all or none")
-    if any(names) and (twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]):
-        raise LoadError(f"expected one input per name, got several for {', '.join(twice)}")
-    return Inputs((), dict(zip(names, tensors, strict=True))) if any(names) else Inputs(tuple(tensors))
+    inputs = Inputs((), _named_arguments(names, tensors)) if any(names) else Inputs(tuple(tensors))
+    try:
+        signature(model.forward).bind(*inputs.args, **inputs.kwargs)
+    except TypeError as error:
+        takes = ", ".join(signature(model.forward).parameters)
+        raise LoadError(
+            f"expected inputs for {type(model).__name__}.forward({takes}), got {inputs} ({error}); pass "
+            "--input once for each argument"
+        ) from error
+    return inputs
+
+
+def _named_arguments(names: Sequence[str], tensors: Sequence[Tensor]) -> dict[str, Any]:
+    """Return the tensors by name; those with a dot in their name are entries of a dict."""
+    found: dict[str, Any] = {}
+    for name, tensor in zip(names, tensors, strict=True):
+        argument, _, entry = name.partition(".")
+        entries = found.setdefault(argument, {}) if entry else found
+        if not isinstance(entries, dict) or (entry or name) in entries:
+            raise LoadError(f"expected one input per name, got several for {name}")
+        entries[entry or name] = tensor
+    return found
 
 
 def _parse_tensor(told: str, like: Tensor) -> Tensor:
@@ -87,7 +108,10 @@ def _parse_tensor(told: str, like: Tensor) -> Tensor:
         or not isinstance(kind, torch.dtype)
         or not all(size.isdecimal() and int(size) for size in (*sizes, high or "2"))
     ):
-        raise LoadError(f"expected an input such as 2x16:int64:1000, got {told!r}")
+        raise LoadError(
+            f"expected an input such as 2x16x64 (floats) or 2x16:int64:1000 (ids below 1000), got {told!r}; "
+            "join sizes by x, and name a dtype of torch"
+        )
     sizes = [int(size) for size in sizes]
     try:
         if kind.is_floating_point:

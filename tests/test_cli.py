@@ -74,6 +74,14 @@ def exits():
 def fails():
     raise RuntimeError("no weights here\\nand no more")
 
+class ReadsDict(nn.Linear):
+    def __init__(self):
+        super().__init__(16, 16)
+
+    def forward(self, batch):
+        return super().forward(batch["x"]) + batch["shift"]
+
+
 def with_inputs():
     return two(), torch.zeros(2, 4, 16)
 
@@ -704,7 +712,19 @@ MISTAKES: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     ),
     "an input of four parts": (
         lambda folder: ["models_of_mine:two", "--input", "2x4x16:float32:2:2"],
-        "expected an input such as 2x16:int64:1000, got '2x4x16:float32:2:2'",
+        "or 2x16:int64:1000 (ids below 1000), got '2x4x16:float32:2:2'; join sizes by x",
+    ),
+    "sizes with spaces": (
+        lambda folder: ["models_of_mine:two", "--input", "2 16"],
+        "got '2 16'; join sizes by x",
+    ),
+    "an input too many": (
+        lambda folder: ["models_of_mine:two", "--input", "2x4x16", "--input", "2x4x16"],
+        "expected inputs for Sequential.forward(input), got float32[2, 4, 16], float32[2, 4, 16] (too many",
+    ),
+    "an entry twice": (
+        lambda folder: ["llama", "--input", "x.ids=2", "--input", "x=3"],
+        "expected one input per name, got several for x",
     ),
     "an empty name": (lambda folder: ["llama", "--input", "=2x4:int64:9"], "expected a name before each ="),
     "a name twice": (
@@ -747,7 +767,7 @@ MISTAKES: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     "no such rule": (lambda folder: ["llama", "--expect", "mlp=2"], ", got 'mlp=2'"),
     "no shape": (
         lambda folder: ["models_of_mine:two", "--input", "2xall"],
-        "such as 2x16:int64:1000, got '2xall'",
+        "2x16:int64:1000 (ids below 1000), got '2xall'",
     ),
     "half of the names": (lambda folder: ["llama", "--input", "x=2", "--input", "3"], "name all or none"),
     "no package": (lambda folder: [":two"], "got ':two', which is no file or folder"),
@@ -762,11 +782,11 @@ MISTAKES: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     ),
     "no size": (
         lambda folder: ["models_of_mine:two", "--input", "0x16"],
-        "such as 2x16:int64:1000, got '0x16'",
+        "2x16:int64:1000 (ids below 1000), got '0x16'",
     ),
     "no such input": (
         lambda folder: ["models_of_mine:two", "--input", "2x4x7"],
-        "pass other inputs by --input",
+        "--input 2x16:int64:1000            integers below 1000, such as token ids",
     ),
     "no page": (
         lambda folder: ["models_of_mine:two", "--input", "2x4x16", "--html", "/proc/page.html"],
@@ -860,6 +880,19 @@ def test_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None
     with pytest.raises(SystemExit, match="2"):
         main(arguments)
     assert "usage: te-transform" in capsys.readouterr().err
+
+
+def test_a_text_too_many_shows_how_inputs_are_written(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["inspect", "llama", "--input", "2", "16"])
+    told = capsys.readouterr().err
+    assert "unrecognized arguments: 16\nOn the command line, pass --input once for each argument" in told
+
+
+def test_an_input_is_a_dict(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    inputs = ("--input", "batch.x=2x4x16", "--input", "batch.shift=16")
+    assert main(["inspect", "models_of_mine:ReadsDict", *inputs, "--expect", "linear=1"]) == 0
+    assert "(batch={x: float32[2, 4, 16], shift: float32[16]})" in capsys.readouterr().out
 
 
 def test_an_import_that_fails_inside_is_not_called_a_missing_name(folder: Path) -> None:

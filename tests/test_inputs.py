@@ -47,13 +47,12 @@ def test_models_with_dummy_inputs_need_no_transformers() -> None:
     assert te_transform.inspect(model).counts["linear"] == 1
 
 
-def test_an_error_says_all_that_was_invented_and_what_it_raised() -> None:
+def test_an_error_says_how_many_guesses_failed_and_what_the_first_raised() -> None:
     with pytest.raises(InputError) as raised:
         te_transform.convert(Reads("nothing"))
-    sides = " or ".join(f"float32[2, 3, {side}, {side}]" for side in (16, 32, 64, 224, 256))
     assert str(raised.value) == (
-        "expected example inputs, got none, and Reads failed on all generated inputs, on "
-        f"float32[2, 8, 8] or int64[2, 8] or {sides} with ValueError: neither, thank you; "
+        "expected example inputs, got none, and Reads failed on all 7 guesses for forward(x): on "
+        "float32[2, 8, 8] it raised ValueError: neither, thank you; "
         "pass example_inputs=(tensor, ...) or example_inputs={'name': tensor, ...}"
     )
 

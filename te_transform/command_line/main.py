@@ -23,11 +23,17 @@ from pathlib import Path
 from typing import Any
 
 from te_transform.config_file import LoadError
+from te_transform.execution.console import status
 from te_transform.graph.errors import in_a_line, is_from_user_code, message_of, raised_at
 from te_transform.graph.keywords import did_you_mean
 
 WIDTH = 140  # columns of a table without a terminal
 _BATCH = 2
+_INPUTS = """On the command line, pass --input once for each argument:
+  --input 2x16:int64:1000            integers below 1000, such as token ids
+  --input 2x16x64                    floats
+  --input mask=2x16:bool             an argument by its name; then name all of them
+  --input batch.ids=2x16:int64:1000  an entry of an argument that is a dict"""
 _SEVERAL: dict[str, Any] = {"nargs": "+", "action": "extend", "default": []}  # the option may be repeated
 
 
@@ -45,10 +51,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except _bad_input() as error:
-        which = "other" if getattr(asked, "input", None) else "example"
-        hint = f"\nOn the command line, pass {which} inputs by --input."
-        named = type(error).__name__ in ("InputError", "TraceError")
-        print(f"te-transform: {error}{hint * named}", file=sys.stderr)
+        hint = f"\n{_INPUTS}" if type(error).__name__ in ("InputError", "TraceError") else ""
+        print(f"te-transform: {error}{hint}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
@@ -84,7 +88,12 @@ def _with_torch(
     name: str, home: str = "commands"
 ) -> Callable[[argparse.Namespace], Callable[[argparse.Namespace], int]]:
     """Return a function that imports the command `name`, which needs torch."""
-    return lambda asked: getattr(importlib.import_module(f"te_transform.command_line.{home}"), name)
+
+    def command(asked: argparse.Namespace) -> Callable[[argparse.Namespace], int]:
+        with status("importing torch"):
+            return getattr(importlib.import_module(f"te_transform.command_line.{home}"), name)
+
+    return command
 
 
 @contextmanager
@@ -124,6 +133,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     if unknown:
         options = re.findall(r"--[a-z-]+", commands[asked.command].format_usage())
         hint = did_you_mean(unknown[0].partition("=")[0], options)
+        if getattr(asked, "input", None) and not unknown[0].startswith("-"):
+            hint = f"\n{_INPUTS}"
         commands[asked.command].error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     return asked
 
@@ -217,8 +228,9 @@ def _add_subject(parser: argparse.ArgumentParser, length: int) -> None:
         action="append",
         default=[],
         metavar="[NAME=]SHAPE[:DTYPE[:HIGH]]",
-        help="an example input, such as 2x16x64, mask=2x16:bool or 2x16:int64:1000 (integers below 1000); "
-        "default: generated from the config or the forward's signature",
+        help="an example input, such as 2x16x64, mask=2x16:bool, 2x16:int64:1000 (integers below 1000) or "
+        "batch.ids=2x16:int64:1000 (an entry of a dict); one for each argument; default: generated from the "
+        "config or the forward's signature",
     )
     parser.add_argument(
         "--trust-remote-code", action="store_true", help="run Python code that a config names"

@@ -6,6 +6,7 @@ import copy
 import inspect
 import itertools
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -260,29 +261,37 @@ def _candidate_inputs(model: nn.Module, batch: int, length: int, most: int) -> I
     with torch.random.fork_rng(devices=[]):  # candidates are drawn on the CPU
         torch.random.default_generator.manual_seed(0)
         candidates = _candidates(model, batch, length, most)
-    errors: dict[str, list[str]] = {}
+    failed: list[str] = []
     for inputs in candidates:
         if len(candidates) == 1 or (error := _error_of(model, inputs)) is None:
             return replace(inputs, invented=True)
-        errors.setdefault(error, []).append(str(inputs))
-    raised = ", and ".join(f"on {' or '.join(tried)} with {error}" for error, tried in errors.items())
+        failed.append(f"on {inputs} it raised {error}")
     raise InputError(
-        f"expected example inputs, got none, and {type(model).__name__} failed on all generated inputs, "
-        f"{raised}; {_ASK}"
+        f"expected example inputs, got none, and {type(model).__name__} failed on all {len(failed)} guesses "
+        f"for forward({_names_of_required(model)}): {failed[0]}; {_ASK}"
     )
+
+
+def _names_of_required(model: nn.Module) -> str:
+    return ", ".join(p.name for p in _required(model))
+
+
+def _required(model: nn.Module) -> list[inspect.Parameter]:
+    """Return the parameters of the forward that have no default."""
+    return [
+        p
+        for p in inspect.signature(model.forward).parameters.values()
+        if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]
 
 
 def _candidates(model: nn.Module, batch: int, length: int, most: int) -> list[Inputs]:
     if hasattr(model, "main_input_name") and hasattr(getattr(model, "config", None), "get_text_config"):
         return _for_hugging_face(model, batch, length, most)
-    required = [
-        p
-        for p in inspect.signature(model.forward).parameters.values()
-        if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-    ]
+    required = _required(model)
     readers = [module for module in model.modules() if isinstance(module, _READERS)]
     if not 1 <= len(required) <= _MOST_ARGUMENTS or not readers:
-        takes = ", ".join(p.name for p in required) or "nothing by position"
+        takes = _names_of_required(model) or "nothing by position"
         raise InputError(
             f"expected example inputs, got none, and none can be generated for {type(model).__name__} (its "
             f"forward takes {takes}); {_ASK}"
@@ -303,7 +312,7 @@ def _error_of(model: nn.Module, inputs: Inputs) -> str | None:
     """Return the type and first line of the model's error on these inputs, or None if it succeeds."""
     args, kwargs = _on_its_device(model, inputs).clone()
     try:
-        with preserved(model), torch.no_grad():
+        with warnings.catch_warnings(action="ignore"), preserved(model), torch.no_grad():
             model(*args, **kwargs)
     except Exception as error:
         return in_a_line(error)
@@ -391,6 +400,8 @@ _FLOATS: dict[str, Callable[[Any], list[tuple[int, ...]]]] = {
 
 
 def _describe(value: Any) -> str:
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{key}: {_describe(entry)}' for key, entry in value.items())}}}"
     if isinstance(value, torch.Tensor):
         dtype = str(value.dtype).removeprefix("torch.")
         return f"nested {dtype}[{value.size(0)}, ...]" if value.is_nested else f"{dtype}{list(value.shape)}"
