@@ -533,6 +533,20 @@ def test_products_in_fp32_are_found_where_bf16_was_intended(monkeypatch: pytest.
     assert not profiled(Island()).findings
 
 
+class Angles(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        frequencies, positions = (
+            self.weight[0].detach().float(),
+            torch.arange(x.shape[1], dtype=torch.float32),
+        )
+        return super().forward(x) + (frequencies[:, None] @ positions[None]).cos().sum().to(x.dtype)
+
+
+def test_rotary_angles_stay_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Replacements, "share", lambda *_: None)
+    assert not profiled(Angles(WIDTH, WIDTH).to(torch.bfloat16), X.bfloat16()).findings
+
+
 class WrittenOutNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         wide = x.float()
@@ -555,11 +569,12 @@ def test_norms_in_fp32_are_found_where_bf16_was_intended() -> None:
     made = nn.Sequential(WrittenOutNorm(), nn.Linear(WIDTH, WIDTH), WideNorm(WIDTH), nn.LayerNorm(WIDTH))
     recording = record(made.to(torch.bfloat16), as_inputs(made, X.bfloat16()))
     found = Analysis(made, recording)
-    written_out, called = sorted(findings(found, Trials(X.device, 1.0)), key=lambda finding: finding.where)
-    assert (written_out.what, written_out.where, called.where) == ("fp32 norms", "0", "2")
-    assert written_out.evidence == f"norms run in float32 on {[*X.shape]}, written out"
-    assert called.evidence == f"norms run in float32 on {[*X.shape]}, as layer_norm"
-    assert written_out.gain == pytest.approx(0.75 * written_out.seconds)
+    (finding,) = findings(found, Trials(X.device, 1.0))
+    assert (finding.what, finding.where, finding.count) == ("fp32 norms", "{0,2}", 2)
+    assert finding.evidence.startswith(f"norms run in float32, such as {[*X.shape]} ")
+    assert finding.evidence.endswith(("written out", "as layer_norm"))
+    assert (finding.gain, finding.basis) == (pytest.approx(0.75 * finding.seconds), "measured")
+    assert len(tried) == 2
     for trial in tried:
         x = X.bfloat16().requires_grad_()
         torch.testing.assert_close(trial.before(x), trial.after(x))

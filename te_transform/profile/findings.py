@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from te_transform.profile.analysis import NS, Analysis, alike, where
 from te_transform.profile.attentions import math_attention, needless_mask, written_out_attention
 from te_transform.profile.dense_experts import dense_experts
@@ -38,7 +36,8 @@ def findings(found: Analysis, trials: Replacements) -> tuple[Finding, ...]:
     groups: dict[tuple[object, ...], list[Suspect]] = {}
     for finder in FINDERS:
         for suspect in finder(found):
-            key = suspect.what, alike(found.labels[suspect.label]), suspect.advice
+            layer = () if suspect.together else alike(found.labels[suspect.label])
+            key = suspect.what, layer, suspect.advice
             groups.setdefault(key, []).append(suspect)
     costly_first = sorted(groups.values(), key=lambda group: -sum(each.taken for each in group))
     made = [_finding(found, group, trials) for group in costly_first]
@@ -53,12 +52,11 @@ def findings(found: Analysis, trials: Replacements) -> tuple[Finding, ...]:
 
 
 def _finding(found: Analysis, group: list[Suspect], trials: Replacements) -> Finding:
+    layers: dict[object, list[Suspect]] = {}
+    for suspect in sorted(group, key=lambda suspect: -suspect.taken):
+        layers.setdefault(alike(found.labels[suspect.label]), []).append(suspect)
+    gains = [_gain(found, layer, trials) for layer in layers.values()]
     largest = max(group, key=lambda suspect: suspect.taken)
-    taken = found.scale * sum(suspect.taken for suspect in group)
-    gain = found.scale * sum(suspect.taken if suspect.most is None else suspect.most for suspect in group)
-    basis: Literal["measured", "upper bound"] = "upper bound"
-    if largest.trial is not None and (share := trials.share(largest.trial, NS * largest.taken)) is not None:
-        gain, basis = max(0.0, taken * (1 - share)), "measured"
     labels = {suspect.label: found.labels[suspect.label] for suspect in group}
     return Finding(
         largest.what,
@@ -66,7 +64,16 @@ def _finding(found: Analysis, group: list[Suspect], trials: Replacements) -> Fin
         len(labels),
         largest.evidence,
         largest.advice,
-        taken,
-        gain,
-        basis,
+        found.scale * sum(suspect.taken for suspect in group),
+        sum(gain for gain, _ in gains),
+        "measured" if all(is_measured for _, is_measured in gains) else "upper bound",
     )
+
+
+def _gain(found: Analysis, layer: list[Suspect], trials: Replacements) -> tuple[float, bool]:
+    """Return the gain in equal layers, and True if it was measured, on the most expensive layer."""
+    largest = layer[0]
+    if largest.trial is not None and (share := trials.share(largest.trial, NS * largest.taken)) is not None:
+        return max(0.0, found.scale * sum(suspect.taken for suspect in layer) * (1 - share)), True
+    most = sum(suspect.taken if suspect.most is None else suspect.most for suspect in layer)
+    return found.scale * most, False

@@ -14,7 +14,7 @@ from te_transform.graph.nodes import dtype_name
 from te_transform.profile.analysis import Analysis
 from te_transform.profile.classes import NORM, PRODUCT
 from te_transform.profile.suspect import Suspect
-from te_transform.profile.tree import FACTORED, Op
+from te_transform.profile.tree import FACTORED, Op, factor_shapes
 from te_transform.profile.trials import EVENT_DTYPES, Replacement
 
 
@@ -25,7 +25,8 @@ def single_precision(found: Analysis) -> Iterator[Suspect]:
         return
     advice = f"cast their inputs to {dtype_name(low)}, or remove autocast(enabled=False) around them"
     for op in found.ops:
-        if op.kind == PRODUCT and (op.parent is None or op.parent.kind != PRODUCT) and _is_single(op):
+        is_outermost = op.kind == PRODUCT and (op.parent is None or op.parent.kind != PRODUCT)
+        if is_outermost and _is_single(op) and not _is_outer(op):
             shapes = tuple(
                 shape
                 for shape, dtype in zip(op.event.shapes, op.event.dtypes, strict=True)
@@ -38,7 +39,8 @@ def single_precision(found: Analysis) -> Iterator[Suspect]:
                 trial = Replacement(
                     shapes, torch.float32, called, _Lowered(called, low), False, f"{op.name} in {low}"
                 )
-            yield Suspect("fp32 products", op.label, evidence, advice, found.within(op), trial)
+            taken = found.within(op)
+            yield Suspect("fp32 products", op.label, evidence, advice, taken, trial, together=True)
 
 
 def _intended(model: nn.Module) -> torch.dtype | None:
@@ -64,6 +66,11 @@ def _is_single(op: Op) -> bool:
     return dtypes == {torch.float32}
 
 
+def _is_outer(op: Op) -> bool:
+    """Return True for a product without a sum, such as the angles of a rotary embedding, which need fp32."""
+    return op.name in (*FACTORED, "matmul") and factor_shapes(op)[0][-1:] == (1,)
+
+
 def single_precision_norms(found: Analysis) -> Iterator[Suspect]:
     """Yield norms in fp32 of a model with mostly bf16 or fp16 parameters. Autocast runs norms in fp32."""
     low = _stored_dtype(p for p in found.model.parameters() if p.is_floating_point())
@@ -81,7 +88,7 @@ def _norm_suspect(found: Analysis, label: int, ops: list[Op], low: torch.dtype) 
     is_module = "norm" in found.labels[label].kind.lower()  # its casts count as well
     taken = found.cost({label}) if is_module else sum(found.by_outer[op] for op in ops)
     how = "written out" if kernel is None else f"as {first.name}"
-    evidence = f"norms run in float32 on {list(first.event.shapes[0])}, {how}"
+    evidence = f"norms run in float32, such as {list(first.event.shapes[0])} {how}"
     advice = (
         f"call F.layer_norm or F.rms_norm on {name} tensors, whose kernels compute in float32 and write "
         f"{name}; te_transform.convert() fuses norms that are written out"
@@ -92,7 +99,7 @@ def _norm_suspect(found: Analysis, label: int, ops: list[Op], low: torch.dtype) 
     trial = Replacement(
         first.event.shapes[:1], low, before, after, found.recording.is_training, f"norm {first.name}"
     )
-    return Suspect("fp32 norms", label, evidence, advice, taken, trial)
+    return Suspect("fp32 norms", label, evidence, advice, taken, trial, together=True)
 
 
 def _called_layer_norm(x: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ class Suspect(NamedTuple):
         taken: the cost in nanoseconds that the change affects.
         trial: the change on tensors of the same shapes, or None if it cannot be tried.
         most: the largest gain in nanoseconds; None means `taken`.
+        together: True if one finding names all modules, False for a finding per kind of layer.
     """
 
     what: str
@@ -27,3 +28,4 @@ class Suspect(NamedTuple):
     taken: int
     trial: Replacement | None = None
     most: int | None = None
+    together: bool = False
