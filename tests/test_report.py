@@ -667,6 +667,13 @@ def test_equal_blocks_are_one() -> None:
         assert sum(block.count for each, block in own if each.kind in ("", "minor")) == len(operations)
 
 
+def test_layers_inside_a_sequential_of_unlike_modules_are_blocks() -> None:
+    model = nn.Sequential(Layers(), nn.Softmax(-1), Layer(0.1, bias=True))
+    graph = te_transform.inspect(model, torch.ones(2, 8)).before
+    counts = {block.name: block.count for block in blocks_of([Part(("",), graph, graph)])}
+    assert counts == {"0.layers.{0,1}": 2, "0.layers.2": 1, "0.layers.3": 1, "1": 1, "2": 1}
+
+
 class Stack(nn.Module):
     """Layers under checkpoints, which are captured one by one, and share a graph."""
 

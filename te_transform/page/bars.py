@@ -76,7 +76,8 @@ def chart(title: str, basis: str, bars: Sequence[Bar], told: Callable[[float], s
 def _change(totals: Sequence[float]) -> str:
     if len(totals) != 2 or not totals[0]:
         return ""
-    return f' <span class="change">{(totals[1] - totals[0]) / totals[0]:+.0%}</span>'
+    change = f"{(totals[1] - totals[0]) / totals[0]:+.0%}"
+    return f' <span class="change">{"unchanged" if totals[0] == totals[1] else change}</span>'
 
 
 def _bar(

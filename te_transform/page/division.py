@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -67,15 +66,32 @@ def _path_parts(pair: NodePair) -> tuple[str, ...]:
     return tuple(path.split(".")) if path else ()
 
 
-def _layer_paths(pairs: Iterable[NodePair]) -> set[tuple[str, ...]]:
-    """Return the paths of layers: numbered modules that have modules inside, or several operations."""
-    sizes: Counter[tuple[str, ...]] = Counter()
+def _layer_paths(pairs: Iterable[NodePair], start: int = 0) -> set[tuple[str, ...]]:
+    """Return the paths of layers: numbered modules that have modules inside, or several operations.
+
+    The layers of a list share names of modules inside. A numbered module that shares none, such as an encoder
+    in a Sequential with a pooling, may have the layers inside. Numbers before the place `start` do not count.
+    """
+    inside: dict[tuple[str, ...], list[NodePair]] = {}
     for pair in pairs:
         parts = _path_parts(pair)
-        depth = next((depth for depth, part in enumerate(parts, 1) if part.isdecimal()), 0)
+        depth = next((n for n, part in enumerate(parts, 1) if n > start and part.isdecimal()), 0)
         if depth:
-            sizes[parts[:depth]] += _MANY if len(parts) > depth else not is_bookkeeping(pair.node)
-    return {layer for layer, size in sizes.items() if size >= _MANY}
+            inside.setdefault(parts[:depth], []).append(pair)
+    names = {path: _names_inside(path, own) for path, own in inside.items()}
+    found: set[tuple[str, ...]] = set()
+    for path, own in inside.items():
+        others = [names[other] for other in names if other[:-1] == path[:-1] and other != path]
+        is_layer = not others or not names[path].isdisjoint(set().union(*others))
+        size = _MANY if names[path] else sum(not is_bookkeeping(pair.node) for pair in own)
+        nested = set() if is_layer else _layer_paths(own, len(path))
+        found |= nested or ({path} if size >= _MANY else set())
+    return found
+
+
+def _names_inside(path: tuple[str, ...], pairs: Iterable[NodePair]) -> set[str]:
+    """Return the names of the modules directly in the module at a path."""
+    return {parts[len(path)] for parts in map(_path_parts, pairs) if len(parts) > len(path)}
 
 
 def _outermost_path(parts: Sequence[str], around: set[tuple[str, ...]]) -> tuple[str, ...]:
