@@ -21,8 +21,8 @@ def refuse(linears: tuple[Operation, ...]) -> Iterator[str]:
     narrow = [linear.weight.shape[0] for linear in linears if linear.weight.shape[0] % MULTIPLE]
     if mixed and narrow:
         yield (
-            f"some linears have a bias, and one has {narrow[0]} rows, but kernels for the merged linear need "
-            f"a multiple of {MULTIPLE}: give it a multiple of {MULTIPLE} rows"
+            f"some linears have a bias or an added parameter, and one has {narrow[0]} rows, but kernels for "
+            f"the merged linear need a multiple of {MULTIPLE}: give it a multiple of {MULTIPLE} rows"
         )
     if len({linear.sources("weight") for linear in linears}) < len(linears):
         yield (

@@ -473,18 +473,25 @@ class DenseExperts(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x.flatten(0, -2)
-        scores, chosen = self.router(x).softmax(-1).topk(self.chosen)
+        scores, chosen = self._choose(self.router(x).softmax(-1))
         weights = torch.zeros(len(x), 4).scatter(-1, chosen, scores)
         if self.spelled == "loop":
             return sum(expert(x) * weights[:, i, None] for i, expert in enumerate(self.experts))
         stacked = torch.stack([expert.weight for expert in self.experts])
         return (x.expand(4, -1, -1) @ stacked.mT * weights.t()[..., None]).sum(0)
 
+    def _choose(self, scores: Tensor) -> tuple[Tensor, Tensor]:
+        if self.spelled == "max":
+            return scores.max(-1, keepdim=True)
+        if self.spelled == "argmax":
+            return scores.amax(-1, keepdim=True), scores.argmax(dim=-1, keepdim=True)
+        return scores.topk(self.chosen)
 
-@pytest.mark.parametrize("spelled", ["loop", "batched"])
+
+@pytest.mark.parametrize("spelled", ["loop", "batched", "argmax", "max"])
 def test_experts_that_compute_every_token_are_found(spelled: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Replacements, "share", lambda *_: None)
-    found = profiled(nn.Sequential(DenseExperts(spelled), DenseExperts(spelled, chosen=4)))
+    found = profiled(nn.Sequential(DenseExperts(spelled), DenseExperts("loop", chosen=4)))
     finding = by_name(found)["dense experts"]
     assert finding.where == "0"
     assert "each of 4 experts computes all 16 tokens, which choose 1 at " in finding.evidence

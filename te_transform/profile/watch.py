@@ -45,7 +45,7 @@ class Line(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """A call of topk: the number of rows, of values in a row, and of values that each row chooses."""
+    """A call of topk, argmax or max: the number of rows, of values in a row, and of chosen values per row."""
 
     rows: int
     among: int
@@ -59,7 +59,7 @@ class Watch(TorchFunctionMode):
         most: the largest number of times that each line ran in one call of its module.
         waits: the number of calls that make the CPU wait for the GPU, by line.
         masks: what the masks of F.scaled_dot_product_attention hide, by line.
-        choices: calls of topk, by line.
+        choices: calls of topk, argmax and max, by line.
     """
 
     def __init__(self, ranges: Ranges):
@@ -93,8 +93,8 @@ class Watch(TorchFunctionMode):
                 self.waits[line] += 1
             elif func is F.scaled_dot_product_attention:
                 self.masks.setdefault(line, set()).update(_mask_of(*args, **kwargs))
-            elif name == "topk":
-                self.choices[line] = _choice_of(*args, **kwargs)
+            elif name in _CHOOSING_CALLS and (choice := _CHOOSING_CALLS[name](*args, **kwargs)) is not None:
+                self.choices[line] = choice
         return func(*args, **kwargs)
 
 
@@ -121,6 +121,14 @@ def _is_bool_mask(index: Any) -> bool:
 
 def _choice_of(input: Tensor, k: int, *_: Any, **__: Any) -> Choice:
     return Choice(input.shape[:-1].numel(), input.shape[-1], k)
+
+
+def _choice_of_one(input: Tensor, dim: Any = None, *_: Any, **__: Any) -> Choice | None:
+    """Return the choice of the largest value in each row, or None for the largest of other values."""
+    return _choice_of(input, 1) if isinstance(dim, int) and dim in (-1, input.dim() - 1) else None
+
+
+_CHOOSING_CALLS = {"topk": _choice_of, "argmax": _choice_of_one, "max": _choice_of_one}
 
 
 def _mask_of(

@@ -197,8 +197,8 @@ REFUSES = {
     ),
     "a key without a bias and with odd rows": (
         written(next_to_each_other, q=linear(), k=linear(H, 4, bias=False)),
-        "some linears have a bias, and one has 4 rows, but kernels for the merged linear need a multiple of "
-        "16: give it a multiple of 16 rows",
+        "some linears have a bias or an added parameter, and one has 4 rows, but kernels for the merged "
+        "linear need a multiple of 16: give it a multiple of 16 rows",
     ),
     "biases that are computed": (
         written(biases_by_exp, q=linear(), k=linear()),
