@@ -407,29 +407,58 @@ def test_checkpoints_repeat_what_the_forward_did(
         assert all(torch.equal(a, b) for a, b in zip(*found, strict=True)), number
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("inner", [True, False])
+@pytest.mark.parametrize("outer", [None, True, False])
 @pytest.mark.parametrize("order", [(2, 1, 0), (0, 1, 2), (1, 2, 0)])
 def test_checkpoints_repeat_each_of_several_forwards(
-    te: ModuleType, order: tuple[int, ...], reentrant: bool
+    te: ModuleType, order: tuple[int, ...], outer: bool | None, inner: bool
 ) -> None:
-    """Each with the scales that it had, in whatever order."""
+    """Each with the scales that it had, in whatever order, and within another checkpoint."""
     case, recipe, seen, losses = Case(te, **CASES["linear"]), te.recipe_of("fp8-delayed"), [], []
 
     def noted(x: Tensor) -> Tensor:
         seen.append(case(x))
         return seen[-1].square()
 
+    def checkpointed(x: Tensor) -> Tensor:
+        return checkpoint(noted, x, use_reentrant=inner) * 2
+
     with te.autocast(recipe):
         noted(X).sum().backward()  # which gives the first scales
     seen.clear()
     for number in range(3):
-        with te.autocast(recipe):
+        with te.autocast(recipe), running(False, _tell_nothing):
             x = (X * 3 ** (1 + number)).requires_grad_()
-            losses.append(checkpoint(noted, x, use_reentrant=reentrant).sum())
+            out = checkpointed(x) if outer is None else checkpoint(checkpointed, x, use_reentrant=outer)
+            losses.append(out.sum())
     assert len({float(scales[0]) for scales in (call.scales for call in kernel_of(case).calls.noted)}) == 3
     for number in order:
+        before = len(seen)
         losses[number].backward()
-    assert all(torch.equal(seen[3 + place], seen[number]) for place, number in enumerate(order))
+        repeated = seen[before:]
+        assert repeated
+        assert all(torch.equal(each, seen[number]) for each in repeated)
+
+
+def test_a_backward_of_one_output_repeats_the_other_with_its_own_scales(te: ModuleType) -> None:
+    """A checkpoint repeats all its products for the first node that needs one of them."""
+    one, other, recipe = Case(te, **CASES["linear"]), Case(te, **CASES["linear"]), te.recipe_of("fp8-delayed")
+    seen, outs = [], []
+
+    def both(x: Tensor) -> tuple[Tensor, Tensor]:
+        outs = one(x).square(), other(x)
+        seen.append(outs[1])
+        return outs[0], outs[1].square()
+
+    for number in range(3):
+        with te.autocast(recipe), running(False, _tell_nothing):
+            x = (X * 3**number).requires_grad_()
+            outs.append(checkpoint(both, x, use_reentrant=False))
+        if not number:
+            sum(out.sum() for out in outs[0]).backward()  # which gives the first scales
+            seen.clear()
+    outs[2][0].sum().backward()
+    assert torch.equal(seen[2], seen[1])
 
 
 # The first scales of delayed scaling

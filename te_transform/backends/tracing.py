@@ -48,14 +48,26 @@ def in_backward() -> bool:
 
 def saving_hooks() -> bool:
     """Return True if hooks receive the tensors that autograd saves, as in a checkpointed forward."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+    return _top_hooks() is not None
 
 
 def checkpoint_hooks() -> tuple[Any, Any] | None:
     """Return the saved-tensor hooks of the innermost non-reentrant checkpoint, or None."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    pack = getattr(hooks and hooks[0], "__qualname__", "")
-    return hooks if pack.startswith("_checkpoint_hook.") else None
+    hooks = _top_hooks()
+    return hooks if _pack_name(hooks).startswith("_checkpoint_hook.") else None
+
+
+def recomputes() -> bool:
+    """Return True while a non-reentrant checkpoint repeats a forward, outside of checkpoints within it."""
+    return _pack_name(_top_hooks()).startswith("_recomputation_hook.")
+
+
+def _top_hooks() -> tuple[Any, Any] | None:
+    return torch._C._autograd._top_saved_tensors_default_hooks(False)
+
+
+def _pack_name(hooks: tuple[Any, Any] | None) -> str:
+    return getattr(hooks and hooks[0], "__qualname__", "")
 
 
 def transformed() -> bool:

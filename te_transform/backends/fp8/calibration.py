@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from te_transform.backends import plain
-from te_transform.backends.fp8.current_model import forward_number
+from te_transform.backends.fp8.current_model import running_forward
 from te_transform.backends.limits import Switch
+from te_transform.backends.repeated_forwards import ForwardNodes
 
 calibrating = Switch()
 """True if all products run in their own dtype and record amax, even if they have scales."""
@@ -38,13 +39,13 @@ class RecordedAmax:
     Attributes:
         products: of each product.
         used: the directions, "forward" and "backward", that have scales.
-        forward: the number of the last forward that recorded.
+        forward: the last forward that recorded.
         again: True if there were scales before.
     """
 
     products: Sequence[Amax]
     used: set[str] = field(default_factory=set)
-    forward: int | None = None
+    forward: ForwardNodes | None = None
     again: bool = False
 
     def anew(self) -> RecordedAmax:
@@ -70,12 +71,12 @@ class RecordedAmax:
         different inputs, and the scales must fit all of them.
         """
         known = all(p.input is not None and (p.grad is not None or not gradients) for p in self.products)
-        number = forward_number()
-        return known and not calibrating and (number is None or number != self.forward)
+        forward = running_forward()
+        return known and not calibrating and (forward is None or forward is not self.forward)
 
     def product(self) -> plain.Product:
         """Return plain.product with recording, for the products of one call in order."""
-        products, self.forward = iter(self.products), forward_number()
+        products, self.forward = iter(self.products), running_forward()
 
         def recording(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
             amax = next(products)

@@ -7,11 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from te_transform.backends.fp8.current_model import forward_number
-from te_transform.backends.tracing import saving_hooks
+from te_transform.backends.fp8.current_model import running_forward
+from te_transform.backends.repeated_forwards import ForwardNodes, next_node, repeating_node
 
 
 @dataclass
@@ -24,8 +23,8 @@ class NotedCall:
         ran: the compiled function that ran a graph, with its key; None if the graph ran fused.
         scales: a copy of the scales of delayed scaling.
         state: the state with which compiled graphs repeat a product.
-        forward: the number of the forward.
-        moments: autograd's sequence number at each call.
+        forward: the nodes of the forward, or None outside of a model.
+        starts: the number of the first node of each call.
         repeated: True after a backward has repeated one of them.
     """
 
@@ -34,8 +33,8 @@ class NotedCall:
     ran: Any = None
     scales: Tensor | None = None
     state: Any = None
-    forward: int | None = None
-    moments: list[int] = field(default_factory=list)
+    forward: ForwardNodes | None = None
+    starts: list[int] = field(default_factory=list)
     repeated: bool = False
 
     @property
@@ -48,8 +47,8 @@ class NotedCalls:
     """The last calls of a product or a graph.
 
     Several forwards may come before a backward, each with its own scales, and a backward may repeat them in
-    any order. A repetition is identified by the autograd node that needs it. The forward recorded that node
-    after the call, or, for reentrant checkpoints, before the call. Autograd numbers the nodes of a thread.
+    any order. A repetition is identified by the number of the autograd node that needs it. The node belongs
+    to the forward, or to a checkpoint around the forward.
     """
 
     MOST = 32  # forwards without a backward; each keeps a few numbers on the GPU
@@ -65,24 +64,21 @@ class NotedCalls:
         ran: Any = None,
     ) -> None:
         """Note a call that starts now; `scales` returns a copy of its scales."""
-        forward, last = forward_number(), self.noted[-1] if self.noted else None
-        known = last is not None and forward is not None and last.forward == forward
+        forward, last = running_forward(), self.noted[-1] if self.noted else None
+        known = last is not None and forward is not None and last.forward is forward
         if not known or (last.in_fp8, last.calibrating, last.ran) != (in_fp8, calibrating, ran):
             waiting = [call for call in self.noted if not call.repeated]
             last = NotedCall(in_fp8, calibrating, ran, scales() if in_fp8 else None, None, forward)
             self.noted = deque([*waiting, last], self.MOST)
-        last.moments.append(torch._C._autograd._get_sequence_nr())
+        last.starts.append(next_node())
 
     def again(self) -> NotedCall | None:
         """Return the call that the current backward repeats, or None if none was noted."""
-        moments = [(moment, call) for call in self.noted for moment in call.moments]
-        if not moments:
+        if not self.noted:
             return None
-        node = torch._C._current_autograd_node()._sequence_nr()
-        if saving_hooks():
-            found = [call for moment, call in reversed(moments) if moment <= node]
-        else:
-            found = [call for moment, call in moments if moment > node]
-        call = found[0] if found else self.noted[-1]
+        node = repeating_node()
+        starts = [(start, call) for call in self.noted for start in call.starts]
+        inside = [each for each in starts if (forward := each[1].forward) and forward.made(node.number)]
+        call = node.nearest(inside or starts)
         call.repeated = True
         return call

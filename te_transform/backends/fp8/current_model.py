@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
-from itertools import count
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from te_transform.backends.fp8.registry import PARAMETERS, read_state, state_of
 from te_transform.backends.joined import parameters_of
+from te_transform.backends.repeated_forwards import ForwardNodes
 from te_transform.backends.tensor_version import TensorVersion
 
 
@@ -26,12 +26,11 @@ class _Model:
     token: Any = None
     name_parameters: Callable[[], None] | None = None
     forget_changed: Callable[[], None] | None = None  # None after its call
-    number: int | None = None  # of its forward, within the process
+    forward: ForwardNodes | None = None
 
 
 _NO_MODEL = _Model()
 _running: ContextVar[_Model] = ContextVar("_running", default=_NO_MODEL)
-_model_numbers = count()
 
 
 @contextlib.contextmanager
@@ -52,12 +51,13 @@ def running(
         token: what `name_parameters` writes into the states.
     """
     _count_steps()
-    model = _Model(weights_stay, token, name_parameters, forget_changed, next(_model_numbers))
+    model = _Model(weights_stay, token, name_parameters, forget_changed, forward := ForwardNodes())
     before = _running.set(model)
     try:
         yield
     finally:
         _running.reset(before)
+        forward.close()
 
 
 def is_evaluating() -> bool:
@@ -65,9 +65,9 @@ def is_evaluating() -> bool:
     return _running.get().weights_stay and not torch.is_grad_enabled()
 
 
-def forward_number() -> int | None:
-    """Return the number of the running forward, or None if none runs, as in a backward."""
-    return _running.get().number
+def running_forward() -> ForwardNodes | None:
+    """Return the running forward, or None if none runs, as in a backward."""
+    return _running.get().forward
 
 
 def in_recipe(weight: Tensor, default: bool) -> bool:
