@@ -65,6 +65,7 @@ def converted(model: nn.Module, batches: list[Tensor]) -> tuple[str, list[Any]]:
     return str(te_transform.verify(model, second, batches[0])), [losses, state, steps(second, batches)]
 
 
+@pytest.mark.integration  # test_ranks_in_fp8 converts under the same defaults
 @pytest.mark.usefixtures("as_given", "few_draws", "te")
 def test_a_conversion_in_fp8() -> None:
     model, batches = ranks.net(1), [ranks.inputs(step) for step in range(2)]

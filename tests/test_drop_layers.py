@@ -396,20 +396,6 @@ def test_checkpoints_repeat_the_draw(reentrant: bool) -> None:
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_a_checkpoint_repeats_the_draw_after_another_step(reentrant: bool) -> None:
-    found, x = [], X.clone().requires_grad_()
-    for model in (net(reentrant=reentrant), net()):
-        schedule = dropping(model)
-        first = model(x).square().mean()
-        schedule.step()
-        second = model(x).square().mean()
-        first.backward()
-        second.backward()
-        found.append([parameter.grad for parameter in model.parameters()])
-    torch.testing.assert_close(*found)
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
 def test_one_backward_repeats_the_draws_of_two_steps(reentrant: bool) -> None:
     found, x = [], X.clone().requires_grad_()
     for model in (net(reentrant=reentrant), net()):
@@ -421,7 +407,7 @@ def test_one_backward_repeats_the_draws_of_two_steps(reentrant: bool) -> None:
     torch.testing.assert_close(*found)
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("reentrant", [pytest.param(False, marks=pytest.mark.integration), True])
 def test_checkpoints_repeat_the_draw_for_a_loss_of_values_that_the_model_does_not_return(
     reentrant: bool,
 ) -> None:
@@ -456,7 +442,10 @@ class Nested(Net):
         return x
 
 
-@pytest.mark.parametrize(("outer", "inner"), [(False, True), (True, False), (True, True)])
+@pytest.mark.parametrize(
+    ("outer", "inner"),
+    [(False, True), pytest.param(True, False, marks=pytest.mark.integration), (True, True)],
+)
 def test_checkpoints_within_checkpoints_repeat_the_draw(outer: bool, inner: bool) -> None:
     found, x = [], X.clone().requires_grad_()
     for model in (net(partial(Nested, outer), reentrant=inner), net()):

@@ -132,7 +132,7 @@ def test_a_copy_is_the_same(change: Callable[[nn.Module], nn.Module]) -> None:
     assert {"example inputs, training, autocast", "left-padded, training", "state_dict"} <= labels
 
 
-@pytest.mark.parametrize("change", [compiled, compiled_in_place])
+@pytest.mark.parametrize("change", [pytest.param(compiled, marks=pytest.mark.integration), compiled_in_place])
 def test_a_compiled_model_stays_compiled_in_all_cases(change: Callable[[nn.Module], nn.Module]) -> None:
     run = Recorded()
     result = verify(layers(), change(layers(), run), X)
