@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from te_transform.graph.errors import in_a_line, in_full
+from te_transform.graph.nodes import dtype_name
 from te_transform.graph.preserve import preserved
 from te_transform.graph.tables import out_of_range
 
@@ -403,6 +404,6 @@ def _describe(value: Any) -> str:
     if isinstance(value, dict):
         return f"{{{', '.join(f'{key}: {_describe(entry)}' for key, entry in value.items())}}}"
     if isinstance(value, torch.Tensor):
-        dtype = str(value.dtype).removeprefix("torch.")
+        dtype = dtype_name(value.dtype)
         return f"nested {dtype}[{value.size(0)}, ...]" if value.is_nested else f"{dtype}{list(value.shape)}"
     return repr(value) if isinstance(value, (int, float, bool, str, type(None))) else type(value).__name__

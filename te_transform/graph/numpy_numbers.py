@@ -30,6 +30,7 @@ from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch.fx.node import map_arg
 
 from te_transform.graph.dynamo_patches import Patch, call_after, call_before, leave_to_user
+from te_transform.graph.nodes import dtype_name
 
 _IS_NUMBER = "te_transform_numpy_number"  # in the meta of a node
 _OF_NUMPY = (
@@ -96,7 +97,7 @@ def _zeros(node: fx.Node) -> Any:
 
 
 def _dtype_name(node: fx.Node) -> str:
-    return str(node.meta["example_value"].dtype).removeprefix("torch.")
+    return dtype_name(node.meta["example_value"].dtype)
 
 
 def _function_of_numpy(target: Any) -> Callable[..., Any]:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from te_transform.backends.fp8.fp8_only import FP8Only
+from te_transform.graph.nodes import dtype_name
 
 _WORDS = ("linear", "quant")  # parts of the names of quantized module classes
 _INDEX_DTYPES = (torch.int64, torch.bool)  # dtypes of indices and masks
@@ -43,4 +44,4 @@ def _what(tensor: Tensor) -> str:
         return type(tensor).__name__ if is_known else ""
     dtype = tensor.dtype
     narrow = dtype.itemsize == 1 or not (dtype.is_floating_point or dtype.is_complex)
-    return str(dtype).removeprefix("torch.") * (narrow and dtype not in _INDEX_DTYPES)
+    return dtype_name(dtype) * (narrow and dtype not in _INDEX_DTYPES)
