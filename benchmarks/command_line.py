@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 import json
+import sys
 from argparse import ArgumentTypeError
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))  # to import what both read
 
-def positive(text: str) -> int:
-    """Return a whole number of at least 1."""
-    if not text.isdecimal() or int(text) < 1:
-        raise ArgumentTypeError(f"expected a whole number of at least 1, got {text}")
-    return int(text)
+from options import output_file, positive
 
-
-def output_file(text: str) -> str:
-    """Return the path of a file that can be written."""
-    if Path(text).is_dir() or not Path(text).parent.is_dir():
-        raise ArgumentTypeError(f"expected a file in an existing folder, got {text}")
-    return text
+__all__ = ["json_file", "json_lines", "output_file", "positive"]
 
 
 def json_file(text: str) -> Any:
