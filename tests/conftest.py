@@ -64,6 +64,12 @@ def by_size(ignore_size_limits: None) -> Iterator[None]:
 
 
 @pytest.fixture
+def collect_after_captures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let dynamo collect its garbage after each capture, as it does for users."""
+    monkeypatch.setattr(torch._dynamo.config, "run_gc_after_compile", True)
+
+
+@pytest.fixture
 def kernels_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run kernels on the CPU."""
     monkeypatch.setattr(limits, "DEVICE", "cpu")

@@ -1,4 +1,7 @@
-"""Settings of a process that captures many small models. No test depends on what they turn off."""
+"""Settings of a process that captures many small models.
+
+Tests that depend on what they turn off use the fixture `collect_after_captures`.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ import transformers  # noqa: F401  frozen below
 
 # A capture makes objects by the hundred thousand, and dynamo keeps many of them. Without freeze(), the
 # garbage collector would scan all of them, and all of PyTorch, again and again.
+# Without dynamo's own collection, garbage of a capture holds the outputs of the captured call.
 gc.collect()
 gc.freeze()
 gc.set_threshold(100_000, 20, 1_000_000)
