@@ -33,6 +33,13 @@ def test_ops_pass_opcheck(dtype: torch.dtype, turned: bool) -> None:
         torch.library.opcheck(op, arguments)
 
 
+def test_multiply_has_a_meta_version_and_applies_scales() -> None:
+    a, b = (torch.randn(rows, 32).to(torch.float8_e4m3fn) for rows in (16, 48))
+    arguments = a, b, torch.tensor([0.5]), torch.tensor([4.0]), None, torch.float32, True
+    torch.library.opcheck(registered_ops.multiply, arguments, test_utils="test_faketensor")
+    assert torch.allclose(registered_ops.multiply(*arguments), 2 * a.float() @ b.float().T, atol=1e-4)
+
+
 def test_quantize_saturates_and_notes_amax() -> None:
     x, history = torch.tensor([[1.0, -3.0], [1000.0, 0.5]]), torch.zeros(2, 3)
     arguments = (torch.tensor([1.0, 2.0, 1.0]), history, 1, torch.float8_e4m3fn, True)

@@ -80,6 +80,8 @@ replayed = Switch()
 """Calls run as CUDA graphs or prepare one: kernels are chosen by GPU time only."""
 whole_logits = Switch()
 """Logits that chunked_loss.py would replace by NaN are computed: to check the code that reads them."""
+alike_on_ranks = Switch()
+"""Several ranks compute the same products and must get the same bits: no algorithm is chosen by its time."""
 small_calls_in_fp8 = Switch()
 """Calls that are too small for a speedup by FP8 also run in FP8."""
 

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from te_transform.backends.fp8.precision import Precision
+from te_transform.backends.limits import alike_on_ranks
 from te_transform.canonicalize import canonicalize
 from te_transform.execution.attach import runner_of
 from te_transform.execution.distances import distance, rounding
@@ -94,6 +95,7 @@ def parallelize(
                 state.divide(None)
                 raise
     state.make_adjacent(converted)
+    alike_on_ranks.__enter__()  # for the rest of the process: a backward may come at any time
     return converted
 
 

@@ -1,4 +1,4 @@
-"""Operations for compiled graphs that quantize to FP8 and record the amax.
+"""Operations for compiled graphs that quantize to FP8 and record the amax, and that multiply in FP8.
 
 On a GPU, a backend's kernels replace them.
 """
@@ -74,6 +74,29 @@ def activate_backward(
     return (*quantize(found, *where), total)
 
 
+def multiply(
+    a: Tensor,
+    b: Tensor,
+    a_inverse: Tensor,
+    b_inverse: Tensor,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    fast: bool,
+) -> Tensor:
+    """Compute a [rows, inner] b [columns, inner]^T + bias in `dtype`, from FP8.
+
+    Args:
+        a: in FP8.
+        b: in FP8.
+        a_inverse: the inverse of the scale of `a`, fp32.
+        b_inverse: the same of `b`.
+        bias: [columns] in `dtype`, or None.
+        dtype: float16, bfloat16 or float32.
+        fast: True to accumulate in the tensor cores, with fewer than 32 bits.
+    """
+    return torch._scaled_mm(a, b.t(), a_inverse, b_inverse, bias=bias, out_dtype=dtype, use_fast_accum=fast)
+
+
 def _activation_gradient(grad: Tensor, x: Tensor, activation: str) -> Tensor:
     """Compute the gradient without autograd, which is off inside a library operation."""
     if not plain.is_gated(activation):
@@ -124,6 +147,16 @@ define_operator(
     activate_backward,
     f"(Tensor grad, Tensor x, str activation, bool with_sum, {_CAST_SCHEMA.format('')} ({_IN_FP8}, Tensor)",
 )
+define_operator(
+    multiply,
+    "(Tensor a, Tensor b, Tensor a_inverse, Tensor b_inverse, Tensor? bias, ScalarType dtype, bool fast) "
+    "-> Tensor",
+)
+
+
+@torch.library.register_fake("te_transform::multiply")
+def _multiplied_in_fp8(a: Tensor, b: Tensor, *rest: Any) -> Tensor:
+    return a.new_empty(a.shape[0], b.shape[0], dtype=rest[-2])
 
 
 @torch.library.register_fake("te_transform::quantize")

@@ -1,6 +1,6 @@
-"""FP8 products of compiled graphs: quantize both operands, and multiply them by `torch._scaled_mm`.
+"""FP8 products of compiled graphs: quantize both operands, and multiply them.
 
-The operations that quantize are in ops.py. The caller passes scales and amax histories as tensors, and
+The operations that do so are in ops.py. The caller passes scales and amax histories as tensors, and
 updates them between steps.
 """
 
@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map
 
 from te_transform.backends import plain
 from te_transform.backends.fp8.fp8_only import scale_for
-from te_transform.backends.fp8.ops import InFP8
+from te_transform.backends.fp8.ops import InFP8, multiply
 from te_transform.backends.library import registered_ops
 from te_transform.backends.limits import as_autocast
 
@@ -99,6 +99,18 @@ class Scaling:
             return state.weights[number]
         return self.quantized(weight, self.forward, state.forward, 3 * number + 1, with_transpose)
 
+    def multiplied(self, number: int, *operands: Any) -> Tensor:
+        """Return the result of ops.multiply().
+
+        A recipe that is fast in all products uses the fastest algorithm, too.
+
+        Args:
+            number: 0 for the forward, 1 for the gradient of the input, 2 for the gradient of the weight.
+            operands: the arguments of ops.multiply() but the last.
+        """
+        compute = registered_ops.multiply if all(self.fast) else multiply
+        return compute(*operands, self.fast[number])
+
     def quantized(
         self, x: Tensor, dtype: torch.dtype, scales: Sequence[Tensor], index: int, with_transpose: bool
     ) -> InFP8:
@@ -158,7 +170,7 @@ class _FP8Product(torch.autograd.Function):
         # save_for_backward() would refuse the backward of another product that shares the history, because
         # each backward writes to it.
         ctx.how, ctx.scales, ctx.number = how, state.backward, number
-        return _multiplied(x8, w8, x_inverse, w_inverse, bias, x.dtype, how.fast[0])
+        return how.multiplied(0, x8, w8, x_inverse, w_inverse, bias, x.dtype)
 
     @staticmethod
     @once_differentiable
@@ -170,9 +182,9 @@ class _FP8Product(torch.autograd.Function):
         if of_x or of_weight:
             g8, g8_t, g_inverse = how.quantized(grad, how.backward, ctx.scales, 2 * ctx.number, of_weight)
         if of_x:
-            dx = _multiplied(g8, w8_t, g_inverse, w_inverse, None, dtype, how.fast[1])
+            dx = how.multiplied(1, g8, w8_t, g_inverse, w_inverse, None, dtype)
         if of_weight:
-            dw = _multiplied(g8_t, x8_t, g_inverse, x_inverse, None, dtype, how.fast[2])
+            dw = how.multiplied(2, g8_t, x8_t, g_inverse, x_inverse, None, dtype)
         return None, None, None, dx, dw, grad.sum(0) if of_bias else None
 
 
@@ -194,7 +206,7 @@ class _Mlp(torch.autograd.Function):
         of_x, of_fc1, of_fc1_bias, of_fc2, _ = ctx.needs_input_grad[3:]
         x8, x8_t, x_inverse = how.quantized(x, how.forward, state.forward, 0, of_fc1)
         fc1_8, fc1_8_t, fc1_inverse = how.weight(state, 0, fc1, of_x)
-        hidden = _multiplied(x8, fc1_8, x_inverse, fc1_inverse, fc1_bias, x.dtype, how.fast[0])
+        hidden = how.multiplied(0, x8, fc1_8, x_inverse, fc1_inverse, fc1_bias, x.dtype)
         a8, a8_t, a_inverse = registered_ops.activate(
             hidden, activation, *state.forward, 3, how.forward, of_fc2
         )
@@ -203,7 +215,7 @@ class _Mlp(torch.autograd.Function):
             x8_t, x_inverse, fc1_8_t, fc1_inverse, hidden, a8_t, a_inverse, fc2_8_t, fc2_inverse
         )
         ctx.how, ctx.scales, ctx.activation = how, state.backward, activation
-        return _multiplied(a8, fc2_8, a_inverse, fc2_inverse, fc2_bias, x.dtype, how.fast[0])
+        return how.multiplied(0, a8, fc2_8, a_inverse, fc2_inverse, fc2_bias, x.dtype)
 
     @staticmethod
     @once_differentiable
@@ -216,28 +228,15 @@ class _Mlp(torch.autograd.Function):
         dx = dfc1 = dfc1_bias = dfc2 = None
         g8, g8_t, g_inverse = how.quantized(grad, how.backward, ctx.scales, 2, of_fc2)
         if of_fc2:
-            dfc2 = _multiplied(g8_t, a8_t, g_inverse, a_inverse, None, dtype, how.fast[2])
+            dfc2 = how.multiplied(2, g8_t, a8_t, g_inverse, a_inverse, None, dtype)
         if of_x or of_fc1 or of_fc1_bias:
-            da = _multiplied(g8, fc2_8_t, g_inverse, fc2_inverse, None, dtype, how.fast[1])
+            da = how.multiplied(1, g8, fc2_8_t, g_inverse, fc2_inverse, None, dtype)
             h8, h8_t, h_inverse, total = registered_ops.activate_backward(
                 da, hidden, ctx.activation, of_fc1_bias, *ctx.scales, 0, how.backward, of_fc1
             )
             dfc1_bias = total if of_fc1_bias else None
         if of_x:
-            dx = _multiplied(h8, fc1_8_t, h_inverse, fc1_inverse, None, dtype, how.fast[1])
+            dx = how.multiplied(1, h8, fc1_8_t, h_inverse, fc1_inverse, None, dtype)
         if of_fc1:
-            dfc1 = _multiplied(h8_t, x8_t, h_inverse, x_inverse, None, dtype, how.fast[2])
+            dfc1 = how.multiplied(2, h8_t, x8_t, h_inverse, x_inverse, None, dtype)
         return None, None, None, dx, dfc1, dfc1_bias, dfc2, grad.sum(0) if of_fc2_bias else None
-
-
-def _multiplied(
-    a: Tensor,
-    b: Tensor,
-    a_inverse: Tensor,
-    b_inverse: Tensor,
-    bias: Tensor | None,
-    dtype: torch.dtype,
-    fast: bool,
-) -> Tensor:
-    """Return a [m, k] b [n, k]^T + bias."""
-    return torch._scaled_mm(a, b.t(), a_inverse, b_inverse, bias=bias, out_dtype=dtype, use_fast_accum=fast)

@@ -6,6 +6,7 @@ fp8/registry.py. The op runs in plain PyTorch if TE has no kernel for a call (an
 faster one (few tokens). `plain_calls` counts the reasons.
 """
 
+from te_transform.backends.cublas import fastest_product
 from te_transform.backends.library import KERNELS
 from te_transform.backends.plain import ACTIVATIONS, GATED_ACTIVATIONS
 from te_transform.backends.te.attention import DotProductAttention, attend, attend_backward
@@ -42,6 +43,7 @@ KERNELS.update(
     quantize=quantize,
     activate=activate,
     activate_backward=activate_backward,
+    multiply=fastest_product,
     attend=attend,
     attend_backward=attend_backward,
 )
