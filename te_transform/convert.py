@@ -171,11 +171,7 @@ def _capture_and_report(
     # all checks passed: parameters may be moved now
     joins = not options.compile or options.recipe is not None  # when compiled, only FP8 products need it
     groups = progress(tuple(seen.groups) * joins, "making joined parameters adjacent")
-    if held := [group for group in groups if not make_adjacent(group)]:
-        # dynamo's exceptions, such as those of graph breaks, form reference cycles with their frames. The
-        # frames hold the outputs of the first call, and with them the tensors saved for its backward.
-        gc.collect()
-        runner.note_scattered(made, [group for group in held if not make_adjacent(group)])
+    runner.note_scattered(made, [group for group in groups if not make_adjacent(group)])
     if options.recipe is not None and not options.run_original:
         _enter_recipe(made, runner, seen, samples)
     for graph in runner.graphs:

@@ -64,9 +64,11 @@ def by_size(ignore_size_limits: None) -> Iterator[None]:
 
 
 @pytest.fixture
-def collect_after_captures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let dynamo collect its garbage after each capture, as it does for users."""
-    monkeypatch.setattr(torch._dynamo.config, "run_gc_after_compile", True)
+def no_collections() -> Iterator[None]:
+    """Turn automatic garbage collections off."""
+    gc.disable()
+    yield
+    gc.enable()
 
 
 @pytest.fixture

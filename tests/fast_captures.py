@@ -1,7 +1,4 @@
-"""Settings of a process that captures many small models.
-
-Tests that depend on what they turn off use the fixture `collect_after_captures`.
-"""
+"""Settings of a process that captures many small models. No test depends on what they turn off."""
 
 from __future__ import annotations
 

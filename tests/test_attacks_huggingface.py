@@ -129,7 +129,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.integration  # as attributes of models that are written by hand
-def test_attributes_set_later_are_read(collect_after_captures: None) -> None:
+def test_attributes_set_later_are_read() -> None:
     pair = pair_of()
     for name, change in CHANGES.items():
         with named(name):

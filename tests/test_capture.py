@@ -436,6 +436,31 @@ def test_threads_look_at_one_model_at_once(other: Callable[..., Any]) -> None:
         assert all(report.counts["layernorm_mlp"] == 1 for report in reports)
 
 
+def looked_up(self: nn.Module, x: Tensor) -> Tensor:
+    try:
+        return x * found_in({}, "factor")
+    except KeyError:
+        return Block.forward(self, x)
+
+
+def found_in(table: dict[str, float], name: str) -> float:
+    return table[name]
+
+
+def test_no_garbage_of_a_capture_holds_the_outputs_of_its_call(no_collections: None) -> None:
+    """A parameter of another size gets a new gradient accumulator once no output holds the one before."""
+    pair = Pair.of(odd(looked_up))
+    pair.attack(lambda model: widened(model.odd.mlp))
+    assert not gc.isenabled()
+
+
+def widened(mlp: nn.Module) -> None:
+    """Repeat the hidden units, as resize_token_embeddings() adds tokens: by `.data`."""
+    mlp.fc1.weight.data = mlp.fc1.weight.data.repeat(2, 1)
+    mlp.fc1.bias.data = mlp.fc1.bias.data.repeat(2)
+    mlp.fc2.weight.data = mlp.fc2.weight.data.repeat(1, 2)
+
+
 def test_a_capture_logs_no_error() -> None:
     """PyTorch 2.11 writes the settings of each capture as JSON, and logs an error where that fails."""
     with logged("torch._dynamo", logging.WARNING) as said:

@@ -1,9 +1,8 @@
 """Weights in FP8 alone: which they are, what they compute, and what a model shows of them."""
 
 import copy
-import gc
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from types import ModuleType
 
@@ -404,16 +403,7 @@ def test_copies_compute_the_same(te: ModuleType) -> None:
         assert all(is_fp8_only(copied.get_parameter(name)) for name in INSIDE)
 
 
-@pytest.fixture
-def garbage(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Python collects none meanwhile."""
-    monkeypatch.setattr(torch._dynamo.config, "run_gc_after_compile", False)
-    gc.disable()
-    yield
-    gc.enable()
-
-
-def test_kernels_and_captures_do_not_keep_them_from_moving(te: ModuleType, garbage: None) -> None:
+def test_kernels_and_captures_do_not_keep_them_from_moving(te: ModuleType, no_collections: None) -> None:
     fused = converted(net())
     answer(fused)
     te_transform.quantize_weights(fused)

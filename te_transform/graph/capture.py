@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import logging
 import os
 import sys
@@ -59,6 +60,7 @@ SETTINGS = {
     "optimize_ddp": False,  # eager graphs need no splits at DDP's buckets
     "suppress_errors": True,  # code that dynamo fails on runs unchanged
     "side_effect_replay_policy": "silent",  # other policies format stack traces for a log, 3% of the time
+    "run_gc_after_compile": False,  # _garbage_collected() does this, after dynamo's last frame has ended
 }
 # Weak references to an FP8-only parameter prevent module.to() from moving the parameter, until garbage
 # collection. Some supported PyTorch versions do not have this setting.
@@ -157,10 +159,32 @@ def _our_capture(settings: Mapping[str, Any]) -> Iterator[None]:
     token = _ours.set(True)
     try:
         patched = torch._dynamo.config.patch({**SETTINGS, **_ignored_logging(), **settings})
-        with compile_lock, patched, guard_questions(), bounded_containers(), traceable_forms():
+        with (
+            compile_lock, _garbage_collected(), patched,
+            guard_questions(), bounded_containers(), traceable_forms(),
+        ):  # fmt: skip
             yield
     finally:
         _ours.reset(token)
+
+
+@contextmanager
+def _garbage_collected() -> Iterator[None]:
+    """Free the garbage of a capture at its end.
+
+    An exception that dynamo catches is in a reference cycle with its frames. These frames hold the frames of
+    the caller, the outputs among their variables, and thus the gradient accumulators of the parameters. A
+    parameter that later gets another shape through `.data` would keep the accumulator of its earlier shape.
+    Without collections in between, the youngest generation contains all garbage of the capture.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.collect(0)
+        if enabled:
+            gc.enable()
 
 
 # The frame and all functions that it calls run the original code in this call. SKIP is needed at the graph

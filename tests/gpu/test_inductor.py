@@ -45,7 +45,7 @@ def test_attention_runs_in_cudnns_kernels() -> None:
 
 
 @pytest.mark.parametrize("length", [128, 100])
-def test_attention_in_cuda_graphs(collect_after_captures: None, length: int) -> None:
+def test_attention_in_cuda_graphs(length: int) -> None:
     model, inputs = model_of("llama"), sample("llama", seq=length)
     converted = te_transform.convert(model, inputs, backend="te", verify=False)
     expected = gradients(converted, inputs)
