@@ -971,6 +971,22 @@ def test_a_number_of_numpy_is_no_array(name: str) -> None:
     follows(NUMBERS[name])
 
 
+@pytest.mark.parametrize("number", [numpy.float16, numpy.float32, numpy.bool_, numpy.float64, numpy.int64])
+def test_a_number_of_numpy_is_assigned_or_raises_as_in_pytorch(number: type) -> None:
+    def assigns(x: Tensor, value: Any) -> Tensor:
+        x = x * 2
+        x[0] = value
+        return x
+
+    def given(function: Callable[..., Tensor]) -> Any:
+        try:
+            return function(X, number(1)).tolist()
+        except TypeError as error:
+            return str(error)
+
+    assert given(capture(assigns, lambda graph, inputs: graph.forward)) == given(assigns)
+
+
 def test_a_product_with_a_number_of_numpy_is_captured() -> None:
     model = type("Reads", (nn.Module,), {"forward": lambda self, x: x / numpy.sqrt(8) * EQUALS.number})()
     graphs: list[Any] = []

@@ -14,6 +14,7 @@ as the user's own code. The same holds if a number changes the dtype of a result
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -37,6 +38,8 @@ _OF_NUMPY = (
     utils.numpy_to_tensor_wrapper, utils.numpy_method_wrapper, utils.numpy_operator_wrapper,
 )  # fmt: skip
 _KEEP_DTYPE = (torch.tensor, torch.as_tensor, torch.asarray)
+# In PyTorch, `x[0] = number` raises for other numbers, which are neither a float nor have an __index__().
+_ASSIGNED = (torch.float64, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 def numpy_patches() -> Iterator[Patch]:
@@ -119,6 +122,8 @@ def _check_dtype(
         return
     given = [each.node for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, fx.Proxy)]
     numbers = [node.meta["example_value"] for node in given if _IS_NUMBER in node.meta]
+    if target is operator.setitem and not all(number.dtype in _ASSIGNED for number in numbers):
+        leave_to_user("it assigns a numpy number to elements of a tensor; hold float(number) or int(number)")
     tensors = [node.meta.get("example_value") for node in given if _IS_NUMBER not in node.meta]
     if numbers and not all(any(_keeps_dtype(tensor, number) for tensor in tensors) for number in numbers):
         leave_to_user("a numpy number may change the dtype of a result; hold float(number) or int(number)")
