@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import ctypes
+import decimal
 import functools
 import hashlib
 import io
@@ -10,12 +11,14 @@ import itertools
 import logging
 import mmap
 import random
+import string
 import threading
 import warnings
 from array import array
 from collections import ChainMap, Counter, OrderedDict, UserDict, defaultdict, deque
 from collections.abc import Callable
 from contextvars import ContextVar
+from graphlib import TopologicalSorter
 from multiprocessing import Value
 from pathlib import Path
 from queue import Queue, SimpleQueue
@@ -422,6 +425,52 @@ LIBRARY: dict[str, tuple[Callable, Callable, Callable]] = {
         numpy.random.default_rng,
         lambda r: r.normal(),
         lambda r: str(r.bit_generator.state),
+    ),
+    "children of a SeedSequence": (
+        numpy.random.SeedSequence,
+        lambda seeds: seeds.spawn(2),
+        lambda seeds: seeds.n_children_spawned,
+    ),
+    "children of a Generator": (
+        numpy.random.default_rng,
+        lambda r: r.spawn(1),
+        lambda r: r.bit_generator.seed_seq.n_children_spawned,
+    ),
+    "children of a BitGenerator": (
+        numpy.random.Philox,
+        lambda bits: bits.spawn(1),
+        lambda bits: bits.seed_seq.n_children_spawned,
+    ),
+    "a decimal context's precision": (decimal.Context, lambda c: setattr(c, "prec", 3), lambda c: c.prec),
+    "a decimal context's flags": (
+        decimal.Context,
+        lambda c: c.divide(decimal.Decimal(1), decimal.Decimal(3)),
+        lambda c: [signal for signal, is_set in c.flags.items() if is_set],
+    ),
+    "a decimal context's traps": (
+        decimal.Context,
+        lambda c: c.traps.__setitem__(decimal.Inexact, True),
+        lambda c: c.traps[decimal.Inexact],
+    ),
+    "an array behind a view": (
+        lambda: numpy.zeros(4)[1:3],
+        lambda a: a.base.__iadd__(1),
+        lambda a: a.base.tolist(),
+    ),
+    "an array that becomes read-only": (
+        lambda: numpy.zeros(2),
+        lambda a: (a.__iadd__(1), a.setflags(write=False)),
+        lambda a: (a.tolist(), a.flags.writeable),
+    ),
+    "a graph of the standard library": (
+        TopologicalSorter,
+        lambda sorter: sorter.add(1),
+        lambda sorter: len(sorter._node2info),
+    ),
+    "a template": (
+        lambda: string.Template("a"),
+        lambda made: setattr(made, "template", "b"),
+        lambda made: made.template,
     ),
     "a masked array": (
         lambda: numpy.ma.array([1.0, 2.0], mask=[False, True]),

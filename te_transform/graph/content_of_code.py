@@ -20,7 +20,7 @@ _HOLDERS = frozenset(
     (
         "types", "argparse", "collections", "queue", "threading", "weakref", "_weakrefset", "unittest.mock",
         "configparser", "contextlib", "tempfile", "functools", "multiprocessing.sharedctypes",
-        "asyncio.queues", "torch.quasirandom",
+        "asyncio.queues", "graphlib", "sched", "string", "torch.quasirandom",
     )
 )  # fmt: skip
 _HOLDING_PACKAGES = "torch.amp.", "torch.distributions."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import decimal
 import io
 import mmap
 import queue
@@ -152,6 +153,39 @@ class OfCTypes(_State):
             ctypes.memmove(ctypes.addressof(self.value), self.state, len(self.state))
 
 
+class OfDecimal(_State):
+    """The settings of a context of decimal numbers, and the signals that it has counted."""
+
+    __slots__ = ()
+
+    def read(self) -> Any:
+        names = "prec", "rounding", "Emin", "Emax", "capitals", "clamp"
+        settings = {name: getattr(self.value, name) for name in names}
+        return settings, dict(self.value.flags), dict(self.value.traps)
+
+    def write(self) -> None:
+        settings, flags, traps = self.state
+        for name, setting in settings.items():
+            setattr(self.value, name, setting)
+        self.value.flags.update(flags)
+        self.value.traps.update(traps)
+
+
+class OfSeeds(_State):
+    """The number of children that a SeedSequence of numpy has spawned, with its other state."""
+
+    __slots__ = ()
+
+    def read(self) -> Any:
+        return self.value.n_children_spawned, self.value.__reduce__()[2]
+
+    def is_as_it_was(self) -> bool:
+        return self.value.n_children_spawned == self.state[0]
+
+    def write(self) -> None:
+        self.value.__setstate__(self.state[1])
+
+
 class OfRandom(Content):
     """The state of a random number generator."""
 
@@ -159,6 +193,8 @@ class OfRandom(Content):
 
     def __init__(self, value: Any):
         super().__init__(value)
+        bits = getattr(value, "bit_generator", value)
+        self.inside = [seeds] if (seeds := getattr(bits, "seed_seq", None)) is not None else ()
         if isinstance(value, torch.Generator):
             self.state = value.get_state()
         elif isinstance(value, random.Random):
@@ -178,14 +214,15 @@ class OfRandom(Content):
 
 
 class OfArray(Content):
-    """The elements of a numpy array, which may be objects."""
+    """The elements of a numpy array, which may be objects, and the array whose memory it views."""
 
-    __slots__ = ("numbers",)
+    __slots__ = ("is_writable", "numbers")
 
     def __init__(self, value: Any):
         super().__init__(value)
-        self.numbers = self._plain().copy()
-        self.inside = self.numbers.flat if value.dtype.hasobject else ()
+        self.numbers, self.is_writable = self._plain().copy(), value.flags.writeable
+        viewed = () if _is_of_file(value) else (value.base,)
+        self.inside = *viewed, *(self.numbers.flat if value.dtype.hasobject else ())
 
     def _plain(self) -> Any:
         return self.value.view(sys.modules["numpy"].ndarray)  # a masked array hides elements
@@ -194,7 +231,18 @@ class OfArray(Content):
         if self.value.shape != self.numbers.shape:
             self.value.resize(self.numbers.shape, refcheck=False)
         if self._plain().tobytes() != self.numbers.tobytes():
+            if not self.value.flags.writeable:
+                self.value.flags.writeable = True
             self._plain()[...] = self.numbers
+        if self.value.flags.writeable != self.is_writable:
+            self.value.flags.writeable = self.is_writable
+
+
+def _is_of_file(array: Any) -> bool:
+    """Return True if an array views a mapped file, which may be larger than memory."""
+    return isinstance(array, (sys.modules["numpy"].memmap, mmap.mmap)) or (
+        array is not None and _is_of_file(getattr(array, "base", None))
+    )
 
 
 class Copied(Content):
@@ -278,6 +326,7 @@ _LIBRARY_READERS: tuple[tuple[tuple[type, ...], Callable[[Any], Content | None]]
     ((ctypes._SimpleCData, ctypes.Array, ctypes.Structure, ctypes.Union), OfCTypes),
     ((torch.Generator,), OfRandom),
     ((random.Random,), _of_random),
+    ((decimal.Context,), OfDecimal),
     ((types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType), Unsaved),
 )
 
@@ -290,6 +339,7 @@ def kind_of(kind: type) -> Callable[[Any], Content | None] | None:
     if found is None and (numpy := sys.modules.get("numpy")) is not None:
         generators = numpy.random.RandomState, numpy.random.Generator, numpy.random.BitGenerator
         found = OfRandom if issubclass(kind, generators) else None
+        found = OfSeeds if issubclass(kind, numpy.random.SeedSequence) else found
         found = OfArray if issubclass(kind, numpy.ndarray) else found
     is_in_c = kind.__module__.partition(".")[0] in ("builtins", "itertools", "_csv", "torch")
     if found is None and ((is_in_c and hasattr(kind, "__next__")) or hasattr(kind, "hexdigest")):
