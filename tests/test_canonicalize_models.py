@@ -170,10 +170,12 @@ PADDING = torch.zeros(5, 7, dtype=torch.bool).index_fill(1, torch.tensor([6]), T
 KEPT = {"need_weights": True, "average_attn_weights": False}
 PLAIN = {"need_weights": False}
 PADDED = {"attn_mask": CAUSAL < 0, "key_padding_mask": PADDING}
-_SELF, _CROSS, _BIASED = (X, X, X), (X, Y, Y), torch.randn(20, 7, 9)
+CAUSED = {"attn_mask": CAUSAL, "is_causal": True}
+ADDED = {"add_bias_kv": True, "add_zero_attn": True}
+_SELF, _CROSS, _ONE, _BIASED = (X, X, X), (X, Y, Y), (X[0],) * 3, torch.randn(20, 7, 9)
 ATTENTIONS = {
     "self": (_SELF, PLAIN, {}, {"linear": 2, "sdpa": 1}),
-    "causal": (_SELF, PLAIN | {"attn_mask": CAUSAL, "is_causal": True}, {}, {"linear": 2, "sdpa": 1}),
+    "causal": (_SELF, PLAIN | CAUSED, {}, {"linear": 2, "sdpa": 1}),
     "padded": (_SELF, PLAIN | PADDED, {}, {"linear": 2, "sdpa": 1}),
     "cross": (_CROSS, PLAIN, {"bias": False}, {"linear": 3, "sdpa": 1}),
     "a mask for each head": (_CROSS, PLAIN | {"attn_mask": _BIASED}, {}, {"linear": 3, "sdpa": 1}),
@@ -181,7 +183,19 @@ ATTENTIONS = {
     "widths": ((X, Y[..., :16], Y[..., :24]), PLAIN, {"kdim": 16, "vdim": 24}, {"linear": 4, "sdpa": 1}),
     "weights": (_SELF, PADDED, {}, {"linear": 2, "dropout": 1}),
     "weights of heads": (_CROSS, KEPT | {"attn_mask": _BIASED}, {}, {"linear": 3, "dropout": 1}),
-    "added keys": (_SELF, PLAIN, {"add_bias_kv": True}, {}),
+    "added keys": (_SELF, PLAIN, {"add_bias_kv": True}, {"linear": 2, "sdpa": 1}),
+    "a key of zeros": (_CROSS, PLAIN, {"add_zero_attn": True}, {"linear": 3, "sdpa": 1}),
+    "both added, padded": (_SELF, PLAIN | PADDED, ADDED, {"linear": 2, "sdpa": 1}),
+    "both added, causal": (_SELF, PLAIN | CAUSED, ADDED, {"linear": 2, "sdpa": 1}),
+    "both added, weights": (_SELF, PADDED, ADDED, {"linear": 2, "dropout": 1}),
+    "no batch": (_ONE, PLAIN, {}, {"linear": 2, "sdpa": 1}),
+    "no batch, padded": (
+        _ONE,
+        PLAIN | PADDED | {"key_padding_mask": PADDING[1]},
+        ADDED,
+        {"linear": 2, "sdpa": 1},
+    ),
+    "no batch, weights": (_ONE, KEPT | {"attn_mask": _BIASED[:4, :, :7]}, {}, {"linear": 2, "dropout": 1}),
 }
 
 

@@ -39,19 +39,27 @@ def inline_composites(graph: fx.Graph) -> None:
 
 
 def _can_be_inlined(node: fx.Node, given: SimpleNamespace) -> bool:
-    """Return True if the call can be inlined: batched, no rows added to keys, no static keys or values."""
-    extra = (given.bias_k, given.bias_v, given.static_k, given.static_v)
+    """Return True if the call can be inlined: it has no static keys or values, and its outputs are read."""
     parts = (0, 1) if given.need_weights else (0,)
     return (
-        all(part is None for part in extra)
-        and not given.add_zero_attn
-        and all(is_tensor_node(x) and len(shape_of(x)) == 3 for x in (given.query, given.key, given.value))
+        given.static_k is None
+        and given.static_v is None
+        and all(map(is_tensor_node, (given.query, given.key, given.value)))
         and all(user.target is operator.getitem and user.args[1] in parts for user in node.users)
     )
 
 
 def _multihead_attention(call: _Insert, given: SimpleNamespace) -> tuple[fx.Node, fx.Node | None]:
-    heads = [_split_heads(call, x, given.num_heads) for x in _projected(call, given)]
+    if len(shape_of(given.query)) == 2:
+        output, weights = _multihead_attention(call, _as_batch(call, given))
+        return call(torch.squeeze, output, 1), weights and call(torch.squeeze, weights, 0)
+    query, *others = _projected(call, given)
+    if given.bias_k is not None:
+        others = [_with_row(call, *x) for x in zip(others, (given.bias_k, given.bias_v), strict=True)]
+    query, *others = (_split_heads(call, x, given.num_heads) for x in (query, *others))
+    if given.add_zero_attn:
+        others = [call(F.pad, x, (0, 0, 0, 1)) for x in others]
+    heads = [query, *others]
     dropout_p = given.dropout_p if given.training else 0.0
     if given.need_weights:
         output, weights = _weighted(call, given, heads, dropout_p)
@@ -61,6 +69,21 @@ def _multihead_attention(call: _Insert, given: SimpleNamespace) -> tuple[fx.Node
         output = call(F.scaled_dot_product_attention, *arguments, like=heads[0])
     output = call(torch.flatten, call(torch.permute, output, (2, 0, 1, 3)), -2)
     return call(F.linear, output, given.out_proj_weight, given.out_proj_bias), weights
+
+
+def _as_batch(call: _Insert, given: SimpleNamespace) -> SimpleNamespace:
+    """Return the arguments of a call without a batch dimension, as a batch of one."""
+    inputs = {name: getattr(given, name) for name in ("query", "key", "value")}
+    batches = {x: call(torch.unsqueeze, x, 1) for x in dict.fromkeys(inputs.values())}
+    padding = given.key_padding_mask and call(torch.unsqueeze, given.key_padding_mask, 0)
+    batched = {name: batches[x] for name, x in inputs.items()}
+    return SimpleNamespace(**vars(given) | batched | {"key_padding_mask": padding})
+
+
+def _with_row(call: _Insert, x: fx.Node, row: fx.Node) -> fx.Node:
+    """Append a learned row [1, 1, width] to keys or values [length, batch, width]."""
+    batch = call(torch.ops.aten.sym_size.int, x, 1)
+    return call(torch.cat, (x, call(torch.Tensor.expand, row, (1, batch, -1))))
 
 
 def _projected(call: _Insert, given: SimpleNamespace) -> list[fx.Node]:
@@ -103,19 +126,23 @@ def _split_heads(call: _Insert, x: fx.Node, heads: int) -> fx.Node:
     return call(torch.permute, call(torch.unflatten, x, -1, (heads, -1)), (1, 2, 0, 3))
 
 
-def _additive(call: _Insert, mask: fx.Node | None, query: fx.Node) -> fx.Node | None:
-    """Return an additive mask for a boolean mask (True hides); return an additive mask as it is."""
-    if mask is None or dtype_of(mask) is not torch.bool:
-        return mask
-    return call(torch.masked_fill, call(torch.zeros_like, mask, dtype=dtype_of(query)), mask, -math.inf)
+def _additive(call: _Insert, mask: fx.Node | None, given: SimpleNamespace) -> fx.Node | None:
+    """Return the additive mask for a boolean (True hides) or additive mask; it keeps all added keys."""
+    if mask is None:
+        return None
+    if dtype_of(mask) is torch.bool:
+        zeros = call(torch.zeros_like, mask, dtype=dtype_of(given.query))
+        mask = call(torch.masked_fill, zeros, mask, -math.inf)
+    added = (given.bias_k is not None) + given.add_zero_attn
+    return call(F.pad, mask, (0, added)) if added else mask
 
 
 def _combined_mask(call: _Insert, given: SimpleNamespace) -> tuple[fx.Node | None, bool]:
     """Return the mask over [batch, heads, queries, keys], and True if the causal flag replaces it."""
-    padding = _additive(call, given.key_padding_mask, given.query)
+    padding = _additive(call, given.key_padding_mask, given)
     if given.is_causal and padding is None and not given.need_weights:
         return None, True
-    mask = _additive(call, given.attn_mask, given.query)
+    mask = _additive(call, given.attn_mask, given)
     if mask is not None and len(shape_of(mask)) == 3:
         mask = call(torch.unflatten, mask, 0, (-1, given.num_heads))
     if padding is None:
