@@ -237,6 +237,13 @@ TWICE: dict[str, tuple[tuple[Step, ...], float]] = {
     "a fill, then a lower one": ((("where", "ahead", MINIMUM / 2), ("add", "both", MINIMUM)), 1.0),
     "-inf added, then a fill": ((("add", "keys", NEGATIVE), ("fill", "ahead", -1e9)), 1.0),
     "a fill, then -inf": ((("add", "keys", -1e4), ("fill", "keys", NEGATIVE)), 1.0),
+    "filled twice": ((("fill", "keys", MINIMUM), ("where", "ahead", MINIMUM)), 1.0),
+    "filled twice, then padding": (
+        (("fill", "itself", -1e38), ("where", "ahead", -1e38), ("add", "keys", MINIMUM / 4)),
+        1.0,
+    ),
+    "filled twice with -inf": ((("fill", "keys", NEGATIVE), ("fill", "ahead", NEGATIVE)), 1.0),
+    "filled twice, scores as low": ((("where", "ahead", -1e4), ("fill", "both", -1e4)), 1e5),
     "no query sees itself": ((("add", "both", -1e5), ("where", "itself", -65504.0)), 1.0),
     "scores as low as the fill": ((("fill", "ahead", -1e4),), 1e5),
     "scores as low as both": ((("add", "keys", -1e4), ("fill", "ahead", -1e4)), 1e5),

@@ -69,10 +69,22 @@ PRODUCTS = (torch.matmul, torch.bmm)
 _SCORES = Call(PRODUCTS, _scaled(_score_operand("query"), "query"), _KEY, role="scores")
 _SCALED = _within(_scaled(_SCORES, "scores"))
 _BIASED = OneOf(_within(Call(torch.add, _SCALED, _tensor("bias"), role="biased", commute=True)), _SCALED)
+
+
+def _filled_with_number(inner: Pattern, role: str, hidden: str, kept: str) -> Pattern:
+    return OneOf(
+        Call(torch.masked_fill, inner, _tensor(hidden), Var("fill"), role=role),
+        Call(torch.where, _tensor(hidden), Var("fill"), inner, role=role),
+        Call(torch.where, _tensor(kept), inner, Var("fill"), role=role),
+    )
+
+
+# Scores may be filled twice with the same number, for example by a padding mask and by a causal mask.
+_FIRST_FILL = "filled_first", "hidden_first", "kept_first"
+_LAST_FILL = "masked", "hidden", "kept"
 _FILLED = OneOf(
-    Call(torch.masked_fill, _BIASED, _tensor("hidden"), Var("fill"), role="masked"),
-    Call(torch.where, _tensor("hidden"), Var("fill"), _BIASED, role="masked"),
-    Call(torch.where, _tensor("kept"), _BIASED, Var("fill"), role="masked"),
+    _filled_with_number(_within(_filled_with_number(_BIASED, *_FIRST_FILL)), *_LAST_FILL),
+    _filled_with_number(_BIASED, *_LAST_FILL),
 )
 _MASKED = OneOf(
     Call(torch.add, _BIASED, _tensor("mask"), role="masked", commute=True),
@@ -239,7 +251,8 @@ def _dims_can_be_merged(found: dict[str, Any], at: int) -> bool:
     alike = (*batches, 1) if at == _HEADS else batches
     if "sinks" in found or not all(same_shape(shape_of(node)[: len(alike)], alike) for node in shared):
         return False
-    masks = [found[name] for name in ("bias", "mask", "later", "hidden", "kept") if name in found]
+    conditions = *_FIRST_FILL[1:], *_LAST_FILL[1:]
+    masks = [found[name] for name in ("bias", "mask", "later", *conditions) if name in found]
     pairs = [_in_five(mask)[at : at + 2] for mask in masks]
     whole = shape_of(found["scores"])[at : at + 2]
     return all(same_shape(pair, whole) or same_shape(pair, (1, 1)) for pair in pairs)
@@ -315,16 +328,12 @@ def _query_and_mask(lift: _Lift, query: fx.Node, found: dict[str, Any]) -> tuple
     if "fill" in found:
         if "sinks" in found:  # a fully hidden row would give its whole probability to the sink
             return None
-        fill, condition = _fill_value(found["fill"]), found.get("hidden", found.get("kept"))
-        least = ABSORBS if "later" in found else HIDES
-        # a scalar condition has no rows to hide
-        hides = dtype_of(condition) is torch.bool and len(shape_of(condition)) > 0
-        if factor != 1 or fill is None or not fill <= least or not hides:
+        fill, least = _fill_value(found["fill"]), ABSORBS if "later" in found else HIDES
+        if factor != 1 or fill is None or not fill <= least or (hidden := _hidden(lift, found)) is None:
             return None
-        condition = lift(condition, found["masked"])
         if "later" in found:
-            return _filled_and_added(lift, query, condition, fill, bias, found)
-        return _filled(lift, query, condition, fill, bias, found)
+            return _filled_and_added(lift, query, hidden, fill, bias, found)
+        return _filled(lift, query, hidden, fill, bias)
     mask = bias
     if "mask" in found:
         mask = lift(found["mask"], found["masked"])
@@ -333,12 +342,22 @@ def _query_and_mask(lift: _Lift, query: fx.Node, found: dict[str, Any]) -> tuple
     return query, lift.insert(torch.mul, (mask, factor)) if scaled else mask
 
 
-def _filled(
-    lift: _Lift, query: fx.Node, condition: fx.Node, fill: float, bias: fx.Node | None, found: dict[str, Any]
-) -> tuple:
+def _hidden(lift: _Lift, found: dict[str, Any]) -> fx.Node | None:
+    """Return the keys that are filled, or None if a condition is not a boolean tensor with rows to hide."""
+    filled = []
+    for role, hidden, kept in (_FIRST_FILL, _LAST_FILL):
+        if (condition := found.get(hidden, found.get(kept))) is None:
+            continue
+        if dtype_of(condition) is not torch.bool or not shape_of(condition):
+            return None
+        condition = lift(condition, found[role])
+        filled.append(lift.negate(condition) if kept in found else condition)
+    return filled[0] if len(filled) == 1 else lift.insert(torch.logical_or, tuple(filled))
+
+
+def _filled(lift: _Lift, query: fx.Node, hidden: fx.Node, fill: float, bias: fx.Node | None) -> tuple:
     if bias is None and fill == -math.inf:
-        return query, condition if "kept" in found else lift.negate(condition)
-    hidden = lift.negate(condition) if "kept" in found else condition
+        return query, lift.negate(hidden)
     if bias is not None and ABSORBS >= fill >= torch.finfo(dtype_of(bias)).min:
         return query, lift.insert(torch.where, (hidden, fill, bias)), None, hidden
     if bias is not None:
@@ -350,14 +369,13 @@ def _filled(
 
 
 def _filled_and_added(
-    lift: _Lift, query: fx.Node, condition: fx.Node, fill: float, bias: fx.Node | None, found: dict[str, Any]
+    lift: _Lift, query: fx.Node, hidden: fx.Node, fill: float, bias: fx.Node | None, found: dict[str, Any]
 ) -> tuple:
     """Return the op's arguments for filled scores plus a mask (GPT-Neo: causal fill, padding mask)."""
     later = lift(found["later"], found["added"])
     if dtype_of(later).itemsize < torch.float32.itemsize:  # the fill may exceed the range of 16 bits
         later = lift.insert(ops.cast, (later, torch.float32))
     kept = later if bias is None else lift.insert(torch.add, (later, bias))
-    hidden = lift.negate(condition) if "kept" in found else condition
     mask = lift.insert(torch.where, (hidden, lift.insert(torch.add, (later, fill)), kept))
     return query, mask, None, hidden
 

@@ -372,8 +372,9 @@ def _cross_entropy_step(node: fx.Node, held: Held, ranks: int) -> ShardingStep:
 _ELEMENTWISE = (
     torch.add, torch.sub, torch.mul, torch.div, operator.truediv, torch.pow, torch.neg, torch.sqrt,
     torch.rsqrt, torch.square, torch.reciprocal, torch.tanh, torch.erf, torch.exp, torch.cos, torch.sin,
-    torch.logical_not, torch.masked_fill, torch.where, torch.eq, torch.ne, torch.lt, torch.le, torch.gt,
-    torch.ge, ops.cast, ops.dropout, ops.zero_hidden, torch.Tensor.contiguous, *ops.ACTIVATION_OPS,
+    torch.logical_not, torch.logical_or, torch.masked_fill, torch.where, torch.eq, torch.ne, torch.lt,
+    torch.le, torch.gt, torch.ge, ops.cast, ops.dropout, ops.zero_hidden, torch.Tensor.contiguous,
+    *ops.ACTIVATION_OPS,
 )  # fmt: skip
 
 RULES: dict[Any, ShardingRule] = {

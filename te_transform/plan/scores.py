@@ -12,6 +12,7 @@ from te_transform.graph import ops
 from te_transform.graph.nodes import (
     called,
     dtype_of,
+    is_number,
     is_tensor_node,
     reached,
     reads_of,
@@ -72,6 +73,12 @@ def _reasons(path: list[fx.Node]) -> Iterator[str]:
         yield (
             "the attention's scores are multiplied by a tensor, but fused attention needs a number: multiply "
             "the queries by it, or add it if it is a mask"
+        )
+    fills = [node for node in path if node.target in (torch.masked_fill, torch.where)]
+    if len({argument for node in fills for argument in filter(is_number, node.args)}) > 1:
+        yield (
+            "the attention's scores are filled with several numbers, but fused attention fills them with "
+            "one: use the same number of -1e4 or less in both calls, or fill once by both masks"
         )
     inner = [node for node in path if {*path}.intersection(node.users)]  # all nodes but the last product
     users = {user for node in inner for user in node.users} - {*path}

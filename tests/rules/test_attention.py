@@ -101,12 +101,24 @@ def by_hand(model, q, k, v):
     return weights / weights.sum(-1, keepdim=True) @ v
 
 
+def filled_twice(model, q, k, v, last=-3e38):
+    length = q.shape[-2]
+    kept = model.mask[:length, :length] == 1
+    first = scores(q, k).masked_fill(~kept[-1], -3e38)
+    return torch.where(kept, first, last).softmax(-1) @ v
+
+
+def filled_with_two_numbers(model, q, k, v):
+    return filled_twice(model, q, k, v, -1e9)
+
+
 LOWER = torch.ones(LONGEST, LONGEST).tril()
 FUSES = {
     "written out": attends(written_out),
     "causal": attends(causal),
     "a mask in a buffer": attends(of_a_buffer, mask=buffer(LOWER)),
     "a mask of their shape": attends(expanded, mask=buffer(LOWER)),
+    "filled twice with one number": attends(filled_twice, mask=buffer(LOWER)),
     "a mask that is added": attends(added, mask=buffer(LOWER.log())),
     "softmax in fp32": attends(in_fp32),
     "a softmax by hand": attends(by_hand, mask=buffer(LOWER.log())),
@@ -276,6 +288,11 @@ REFUSES = {
         filled_in_between,
         "the model fills another tensor, such as a mask, in the middle of the attention, but fused "
         "attention is one call: fill the tensor before the attention",
+    ),
+    "two numbers": (
+        filled_with_two_numbers,
+        "the attention's scores are filled with several numbers, but fused attention fills them with one: "
+        "use the same number of -1e4 or less in both calls, or fill once by both masks",
     ),
     "a fill that hides nothing": (
         barely_filled,
