@@ -131,6 +131,27 @@ def test_the_report_names_the_value_and_the_line() -> None:
     assert "test_recompiles.py:" in note
 
 
+TEMPERATURE = 1.0
+
+
+def test_a_value_is_named_as_the_forward_writes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def now() -> float:
+        return TEMPERATURE
+
+    def reads(self: Any, x: Tensor) -> Tensor:
+        return Tiny.forward(self, x) * (TEMPERATURE if self.training else torch.compiler.disable(now)())
+
+    model = seeded(type("Reads", (Tiny,), {"forward": reads}))
+    run, _, reasons = captured(model)
+    for training in (True, False):
+        model.train(training)
+        for call in range(CALLS):
+            monkeypatch.setitem(globals(), "TEMPERATURE", 2.0 + call)
+            run(X)
+    assert any("a constant value of TEMPERATURE, " in why for why in reasons)
+    assert any("a constant value of a call's result, " in why for why in reasons)
+
+
 def test_an_attribute_that_the_first_call_makes() -> None:
     model = seeded(Counts)
     model.after, model.scale = (lambda seen: getattr(model, "seen", "") + "a"), len

@@ -155,8 +155,18 @@ class _FailedGuard:
         return re.sub(r"\d+", "#", path)
 
     def sentence(self) -> str:
-        at = f" ({self.line})" if self.line else ""
+        subject, at = _as_in_forward(self.subject), f" ({self.line})" if self.line else ""
         return (
-            f"expected a constant value of {self.subject}, which the forward reads{at}, got a new one in "
+            f"expected a constant value of {subject}, which the forward reads{at}, got a new one in "
             "each call, which runs the user's own code; store it in a buffer"
         )
+
+
+def _as_in_forward(subject: str) -> str:
+    """Return an expression of dynamo as a forward writes it.
+
+    G holds the globals, and ___stack0 the result of a call that ends a graph.
+    """
+    if subject.startswith("___stack"):
+        return "a call's result"
+    return re.sub(r"(?:^G|\._modules)\['([^']+)'\]", lambda held: "." + held[1], subject).removeprefix(".")
