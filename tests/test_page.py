@@ -221,3 +221,24 @@ def test_names_are_text(browser: object, tmp_path: Path) -> None:
         page.locator(".operation.fused").first.click(position=CORNER)
         assert name in page.locator("#detail").text_content()
         assert page.title() == report.title
+
+
+def test_inactive_sites_look_inactive_and_say_why(page: object) -> None:
+    inactive = page.locator(".operation.fused.inactive").first
+    active = page.locator(".operation.fused:not(.inactive)").first
+    fill, transparent = "e => getComputedStyle(e.querySelector('rect')).fill", "rgba(0, 0, 0, 0)"
+    assert inactive.evaluate(fill) == transparent
+    assert active.evaluate(fill) != transparent
+    inactive.click(position=CORNER)
+    assert "\ninactive: " in page.locator("#detail .chosen").text_content()
+    active.click(position=CORNER)
+    assert "inactive: " not in page.locator("#detail .chosen").text_content()
+
+
+def test_a_shortened_label_has_its_text_as_a_title(browser: object, tmp_path: Path) -> None:
+    with opened_page(browser, report_of("gpt2"), tmp_path) as page:
+        port = page.locator(".operation.port", has_text="\u2026").first
+        told = "from transformer.drop, the layer before"
+        assert port.locator("title").text_content() == f"hidden_states\n{told}"
+        port.click()
+        assert told in page.locator("#detail .chosen").text_content()

@@ -25,6 +25,7 @@ import te_transform
 from te_transform.execution.timing import duration
 from te_transform.graph.capture import capture
 from te_transform.graph.edit import copy_graph, snapshot
+from te_transform.page.bars import operations_of_call
 from te_transform.page.blocks import blocks_of
 from te_transform.page.colors import hue_of
 from te_transform.page.details import detail
@@ -829,6 +830,20 @@ def test_the_page_takes_any_text_as_the_key_of_an_argument() -> None:
     some = te_transform.inspect(Keyed(), [({"low\x01": torch.ones(2, 8)},)])
     told = "\n".join(detail(node) for node in some.before.nodes)
     assert r"linear(scales['low\x01'], weight, bias)" in told
+
+
+def test_inactive_sites_count_as_what_they_replace() -> None:
+    case = ALL["gpt2"]
+    some = te_transform.inspect(case.build(), case.sample(), backend="torch")
+    inactive = {site.inactive for site in some.fused} - {""}
+    blocks = blocks_of(some.parts)
+    for block in blocks:
+        active = {each.pair for each in block.after if each.rule and not each.is_inactive}
+        sides = operations_of_call(block)
+        before, after = (sorted(each.pair for each in side if each.pair not in active) for side in sides)
+        assert before == after
+    texts = {each.detail.rpartition("inactive: ")[2] for b in blocks for each in b.after if each.is_inactive}
+    assert texts == inactive
 
 
 def test_a_block_has_its_refused_sites(tmp_path: Path) -> None:

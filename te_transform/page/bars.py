@@ -37,16 +37,28 @@ def _operation_bars(blocks: Iterable[Block]) -> list[Bar]:
     """Return the number of operations by the rule that fuses them."""
     counts: tuple[Counter[str], Counter[str]] = Counter(), Counter()
     for block in blocks:
-        rules = {each.pair: each.rule for each in block.after if each.rule}
-        for found, side in zip(counts, (block.before, block.after), strict=True):
+        rules = {each.pair: each.rule for each in block.after if each.rule and not each.is_inactive}
+        for found, side in zip(counts, operations_of_call(block), strict=True):
             found.update(dict.fromkeys(rules.values(), 0))
-            for each in filter(computes, side):
+            for each in side:
                 found[rules.get(each.pair, _UNCHANGED)] += block.count
     return [("before", counts[0]), ("after", counts[1])]
 
 
-def computes(operation: DrawnOperation) -> bool:
-    """Return True for fused operations and for captured ones that are no bookkeeping, inputs or ports."""
+def operations_of_call(block: Block) -> tuple[list[DrawnOperation], list[DrawnOperation]]:
+    """Return the operations of a call, before and after, without bookkeeping, inputs and ports.
+
+    An inactive site runs what it replaces.
+    """
+    inactive = {each.pair for each in block.after if each.is_inactive}
+    after = [
+        *(each for each in block.after if each.pair not in inactive),
+        *(each for each in block.before if each.pair in inactive),
+    ]
+    return [*filter(_is_counted, block.before)], [*filter(_is_counted, after)]
+
+
+def _is_counted(operation: DrawnOperation) -> bool:
     return operation.kind == "" or bool(operation.rule)
 
 

@@ -9,7 +9,7 @@ from torch import fx
 
 from te_transform.graph.nodes import called
 from te_transform.page.division import DrawnPiece, Side, divided
-from te_transform.page.pairs import rule_of
+from te_transform.page.pairs import inactive_reason, rule_of
 from te_transform.page.sketch import DrawnOperation, Sketch
 from te_transform.plan.rule import Outcome
 from te_transform.report.drawing import Part, described, module_text
@@ -111,4 +111,4 @@ def _comparable(piece: DrawnPiece, side: Side) -> Iterator[tuple]:
         arguments = str(fx.node.map_arg((node.args, node.kwargs), argument))
         path = module_text(node)
         module = path.removeprefix(piece.path) if path.startswith(piece.path) else unnumbered(path)
-        yield rule_of(node) or called(node), described(node), module, arguments, pair
+        yield rule_of(node) or called(node), inactive_reason(node), described(node), module, arguments, pair

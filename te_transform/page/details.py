@@ -9,6 +9,7 @@ from torch import fx
 
 from te_transform.execution.timing import duration
 from te_transform.graph.nodes import name_in_model
+from te_transform.page.pairs import inactive_reason
 from te_transform.plan.memory import size_text
 from te_transform.plan.rule import Outcome
 from te_transform.report.drawing import call_of, described, module_text
@@ -35,7 +36,8 @@ def detail(node: fx.Node) -> str:
     lines = [name, described(node), module_text(node), call, *tensors]
     spelled = node.meta.get("spelled", ())
     captured = [f"captured as: {', '.join(map(str, spelled))}"] if len(spelled) > 1 else []
-    return "\n".join(filter(None, [*lines, *captured, *_number_lines(node.meta.get("outcome"))]))
+    inactive = [f"inactive: {why}"] if (why := inactive_reason(node)) else []
+    return "\n".join(filter(None, [*lines, *captured, *inactive, *_number_lines(node.meta.get("outcome"))]))
 
 
 def _number_lines(outcome: Outcome | None) -> Iterator[str]:

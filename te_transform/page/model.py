@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from html import escape
 
 from te_transform.execution.timing import duration
-from te_transform.page.bars import computes
+from te_transform.page.bars import operations_of_call
 from te_transform.page.blocks import Block
 from te_transform.page.colors import hue_of
 from te_transform.page.sketch import DrawnOperation
@@ -16,6 +16,7 @@ from te_transform.plan.rule import Outcome
 
 _PORT = '<span class="port">a value from or for another block</span>'
 _INPUT = '<span class="input">an input of the model</span>'
+_INACTIVE = '<span class="inactive">inactive in this call: a click shows why</span>'
 _MERGED = (
     "<b>join</b> holds the weights of several linears, which are adjacent in memory: one product computes "
     "all of them. <b>columns</b> is the part of its result that belongs to one linear, a view."
@@ -26,7 +27,8 @@ def model(blocks: Sequence[Block]) -> str:
     """Return the color key, the controls, the blocks, and their data for page.js."""
     rules = dict.fromkeys(each.rule for block in blocks for each in block.after if each.rule)
     has_merged = any(each.kind == "merged" for block in blocks for each in block.after)
-    key = "".join(map(chip, rules)) + _PORT + _INPUT
+    has_inactive = any(each.is_inactive for block in blocks for each in block.after)
+    key = "".join(map(chip, rules)) + _INACTIVE * has_inactive + _PORT + _INPUT
     merged = f'<p class="key">{chip("merge_siblings")} {_MERGED}</p>' if has_merged else ""
     asked = '<input id="search" type="search" placeholder="search ( / )" aria-label="search the operations">'
     minor = '<label><input id="minor" type="checkbox"> views and bookkeeping</label>'
@@ -42,7 +44,10 @@ def model(blocks: Sequence[Block]) -> str:
 def _block_data(block: Block) -> dict:
     """Return a block for page.js; _listing() has the texts of its operations."""
     sides = [
-        [[each.title, each.value, each.rule, each.kind, each.pair, each.reads] for each in side]
+        [
+            [each.title, each.value, each.rule, each.kind, each.pair, each.reads, each.is_inactive]
+            for each in side
+        ]
         for side in (block.before, block.after)
     ]
     hues = {rule: hue_of(rule) for rule in ("merge_siblings", *(each.rule for each in block.after)) if rule}
@@ -52,14 +57,16 @@ def _block_data(block: Block) -> dict:
 def _block(number: int, block: Block) -> str:
     """Return a block, open if something is fused or refused in it."""
     rules = dict.fromkeys(each.rule for each in block.after if each.rule)
-    counts = [sum(map(computes, side)) for side in (block.before, block.after)]
-    told = (
-        f"{_operation_count(counts[0])}, {f'after: {_operation_count(counts[1])}' if rules else 'unchanged'}"
-    )
+    active = {each.rule for each in block.after if not each.is_inactive}
+    counts = [len(side) for side in operations_of_call(block)]
+    unchanged = "unchanged in this call" if rules else "unchanged"
+    after = f"after: {_operation_count(counts[1])}" if active.intersection(rules) else unchanged
+    told = f"{_operation_count(counts[0])}, {after}"
     several = f' <b class="times">&times; {block.count}</b>' if block.count > 1 else ""
     refusals = f'<span class="chip refusal">{len(block.refused)} refused</span>' if block.refused else ""
     name = f"<code>{breakable(block.name)}</code>{several}"
-    summary = f'{name} <span class="told">{told}</span> {"".join(map(chip, rules))}{refusals}'
+    chips = "".join(chip(rule, is_inactive=rule not in active) for rule in rules)
+    summary = f'{name} <span class="told">{told}</span> {chips}{refusals}'
     is_open = " open" if rules or block.refused else ""
     minor = "" if any(counts) else " minor"
     return (
@@ -96,7 +103,8 @@ def _listing(block: Block) -> str:
 
 
 def _entry(side: int, number: int, operation: DrawnOperation) -> str:
-    name = chip(operation.rule) if operation.rule else f"<b>{escape(operation.title)}</b>"
+    rule, is_inactive = operation.rule, operation.is_inactive
+    name = chip(rule, is_inactive) if rule else f"<b>{escape(operation.title)}</b>"
     return f'<div data-operation="{side}-{number}">{name}<pre>{escape(operation.detail)}</pre></div>'
 
 

@@ -1,8 +1,8 @@
 // Draws the blocks of a page from the data that html.py writes, with the layout of dagre.js.
 //
-// An operation is [title, value, rule, kind, pair, reads]. Operations of both sides with the same pair compute the
-// same values. The pairs of a block are laid out once, and drawn twice: a fused operation has the place and the size of
-// all that it replaces. Text is only ever inserted as text, so no name can inject HTML.
+// An operation is [title, value, rule, kind, pair, reads, is inactive]. Operations of both sides with the same pair
+// compute the same values. The pairs of a block are laid out once, and drawn twice: a fused operation has the place and
+// the size of all that it replaces. Text is only ever inserted as text, so no name can inject HTML.
 "use strict";
 
 const blocks = JSON.parse(document.getElementById("data").textContent);
@@ -183,13 +183,13 @@ function fitting(whole, width, letter) {
 
 // Return the box of an operation; a frame has its title at the top, and room for other boxes.
 function box(block, place, number, { x, y, width, height }, isFrame) {
-  const [title, value, rule, kind, pair] = blocks[block].sides[place][number];
+  const [title, value, rule, kind, pair, , isInactive] = blocks[block].sides[place][number];
   const replacing = blocks[block].sides[1].find(each => each[PAIR] === pair && each[RULE]);
   const color = kind === "merged" && !rule ? "merge_siblings" : (replacing || [])[RULE];
   const { hues } = blocks[block], hue = hues[color];
-  const classes = ["operation", kind, color && "colored", rule && "fused", isFrame && "frame"].filter(Boolean).join(" ");
+  const classes = ["operation", kind, color && "colored", rule && "fused", isInactive && "inactive", isFrame && "frame"].filter(Boolean).join(" ");
   const left = x - width / 2, top = y - height / 2;
-  const said = [title, value, color && !rule ? `replaced by ${color}` : "", kind].filter(Boolean).join(", ");
+  const said = [title, value, color && !rule ? `replaced by ${color}` : "", kind, isInactive && "inactive"].filter(Boolean).join(", ");
   const group = svg("g", {
     class: classes, tabindex: 0, role: "button", "aria-label": said, "data-pair": pair,
     "data-operation": `${place}-${number}`, ...(hue === undefined ? {} : { style: `--hue: ${hue}` }),
@@ -201,11 +201,13 @@ function box(block, place, number, { x, y, width, height }, isFrame) {
     group.append(svg("rect", { class: "merged-mark", style: `--hue: ${hues.merge_siblings}`, ...mark }));
   }
   const middle = isFrame ? top + TOP / 2 + 4 : y - (value ? 3 : -4);
-  group.append(svg("text", { x, y: middle }, fitting(title, width, 7)));
-  if (value && !isFrame) group.append(svg("text", { class: "value", x, y: y + 12 }, fitting(value, width, 5.2)));
+  const name = fitting(title, width, 7), result = isFrame ? "" : fitting(value, width, 5.2);
+  group.append(svg("text", { x, y: middle }, name));
+  if (result) group.append(svg("text", { class: "value", x, y: y + 12 }, result));
+  if (name !== title || result !== value) group.append(svg("title", {}, [title, value].filter(Boolean).join("\n")));
   const count = blocks[block].sides[0].filter(each => each[PAIR] === pair && each[KIND] !== "minor").length;
   if (rule && count > 1 && !isFrame && height >= 70) {
-    group.append(svg("text", { class: "value", x, y: y + 26 }, `in place of ${count}`));
+    group.append(svg("text", { class: "value", x, y: y + 26 }, isInactive ? "inactive" : `in place of ${count}`));
   }
   return group;
 }

@@ -83,6 +83,19 @@ def rule_of(node: fx.Node) -> str:
     return node.meta.get("fused", "") if node.op == "call_module" else ""
 
 
+def inactive_reason(node: fx.Node) -> str:
+    """Return why a fused op runs unfused in a call of the example's sizes, "" if it is active or not fused.
+
+    The joined weights and the columns of a merged product share its reason.
+    """
+    if node.target is ops.columns:
+        node = _without_item(node.args[0])
+    elif node.target is ops.join:
+        node = next(iter(node.users), node)
+    outcome = node.meta.get("outcome")
+    return "" if outcome is None else outcome.inactive
+
+
 def _without_item(node: fx.Node) -> fx.Node:
     """Return the call whose result has the node as an item, or the node itself."""
     is_item = node.target is operator.getitem and isinstance(value(node.args[0]), tuple)

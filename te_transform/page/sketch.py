@@ -13,7 +13,7 @@ from torch import fx
 from te_transform.graph.nodes import called, name_in_model, value
 from te_transform.page.details import argument_text, detail
 from te_transform.page.division import DrawnPiece, Side
-from te_transform.page.pairs import NodePair, is_bookkeeping, is_merged, rule_of
+from te_transform.page.pairs import NodePair, inactive_reason, is_bookkeeping, is_merged, rule_of
 from te_transform.report.drawing import described
 
 Kind = Literal["", "input", "port", "minor", "merged"]
@@ -32,6 +32,7 @@ class DrawnOperation:
         detail: the text that a click shows.
         pair: the number of the pair, which the same computation has on the other side.
         reads: the positions of the operations that it reads, on the same side.
+        is_inactive: True for a fused op, or a part of it, that runs unfused in a call of the example's sizes.
     """
 
     title: str
@@ -41,6 +42,7 @@ class DrawnOperation:
     detail: str
     pair: int
     reads: tuple[int, ...]
+    is_inactive: bool = False
 
 
 def _value_name(node: fx.Node) -> str:
@@ -87,8 +89,9 @@ class Sketch:
         for node in members[0]:
             kind: Kind = "merged" if is_merged(node) else "minor" if is_bookkeeping(node) else ""
             reads = tuple(places[source] for source in node.all_input_nodes if source in places)
-            title, pair = rule_of(node) or called(node), self.pairs[own[node]]
-            drawn.append(DrawnOperation(title, _result(node), rule_of(node), kind, detail(node), pair, reads))
+            told = rule_of(node) or called(node), _result(node), rule_of(node), kind, detail(node)
+            is_inactive = bool(inactive_reason(node))
+            drawn.append(DrawnOperation(*told, self.pairs[own[node]], reads, is_inactive))
         inside = [{*nodes} for nodes in members]
         for same in zip(*members, strict=True):
             pair = self.pairs.setdefault(("to", own[same[0]]), len(self.pairs))

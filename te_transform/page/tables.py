@@ -74,6 +74,7 @@ def breakable(path: str) -> str:
     return re.sub(r"(?<!\.)\.(?!\.)", ".<wbr>", escape(path))
 
 
-def chip(rule: str) -> str:
-    """Return the name of a rule in its color."""
-    return f'<span class="chip" style="--hue: {hue_of(rule)}">{escape(rule)}</span>'
+def chip(rule: str, is_inactive: bool = False) -> str:
+    """Return the name of a rule in its color, outlined if its sites are inactive."""
+    classes = "chip inactive" if is_inactive else "chip"
+    return f'<span class="{classes}" style="--hue: {hue_of(rule)}">{escape(rule)}</span>'
