@@ -1,5 +1,7 @@
 """Inputs that are invented: what they are, which are tried, and what an error says of them."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -118,10 +120,59 @@ def test_many_arguments_are_asked_for() -> None:
         def forward(self, x: Tensor, y: Tensor, z: Tensor, w: Tensor) -> Tensor:
             return super().forward(x + y + z + w)
 
-    with pytest.raises(
-        InputError, match=r"none can be generated for Four \(its forward takes x, y, z, w\); pass"
-    ):
+    with pytest.raises(InputError, match=r"none can be generated for Four.forward\(x, y, z, w\); pass"):
         as_inputs(Four(4, 4), None)
+
+
+class Denoiser(nn.Module):
+    """Patches of latents, a time, and a class or a text, whose sizes a config says."""
+
+    def __init__(self, **config: object):
+        super().__init__()
+        self.config = SimpleNamespace(**config)
+        self.patches, self.time = nn.Conv2d(4, 8, 2, 2), nn.Linear(1, 8)
+        self.label, self.text, self.pooled = nn.Embedding(3, 8), nn.Linear(6, 8), nn.Linear(5, 8)
+
+    def condition(self, x: Tensor, t: Tensor, *more: Tensor) -> Tensor:
+        assert x.shape[2:] == (16, 16)  # as positions of a table are
+        return self.patches(x).flatten(2).mT + (self.time(t[:, None]) + sum(more))[:, None]
+
+
+class OfClasses(Denoiser):
+    def forward(self, x: Tensor, t: Tensor, y: Tensor) -> Tensor:
+        return self.condition(x, t, self.label(y))
+
+
+class OfTexts(Denoiser):
+    def forward(
+        self, sample: Tensor, encoder_hidden_states: Tensor, pooled_projections: Tensor, timestep: Tensor
+    ) -> Tensor:
+        text = self.text(encoder_hidden_states).mean(1)
+        return self.condition(sample, timestep, text, self.pooled(pooled_projections))
+
+
+@pytest.mark.parametrize(
+    ("model", "shapes"),
+    [
+        (OfClasses(), {"x": (2, 4, 16, 16), "t": (2,), "y": (2,)}),
+        (
+            OfTexts(sample_size=16, joint_attention_dim=6, pooled_projection_dim=5),
+            {
+                "sample": (2, 4, 16, 16),
+                "timestep": (2,),
+                "encoder_hidden_states": (2, 8, 6),
+                "pooled_projections": (2, 5),
+            },
+        ),
+    ],
+    ids=["classes", "texts"],
+)
+def test_latents_times_and_conditions_are_generated(
+    model: nn.Module, shapes: dict[str, tuple[int, ...]]
+) -> None:
+    (inputs,) = as_inputs(model, None)
+    assert {name: tensor.shape for name, tensor in inputs.kwargs.items()} == shapes
+    assert te_transform.inspect(model).counts["linear"] >= 1
 
 
 @pytest.mark.parametrize("name", ["nanogpt_flash", "llama", "vit", "t5", "torch_mha_bare"])

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from te_transform.graph.denoiser_inputs import denoiser_arguments
 from te_transform.graph.errors import in_a_line, in_full
 from te_transform.graph.nodes import dtype_name
 from te_transform.graph.preserve import preserved
@@ -269,12 +270,15 @@ def _candidate_inputs(model: nn.Module, batch: int, length: int, most: int) -> I
         failed.append(f"on {inputs} it raised {error}")
     raise InputError(
         f"expected example inputs, got none, and {type(model).__name__} failed on all {len(failed)} guesses "
-        f"for forward({_names_of_required(model)}): {failed[0]}; {_ASK}"
+        f"for forward({_parameters_text(model)}): {failed[0]}; {_ASK}"
     )
 
 
-def _names_of_required(model: nn.Module) -> str:
-    return ", ".join(p.name for p in _required(model))
+def _parameters_text(model: nn.Module) -> str:
+    """Return the parameters of the forward, those with a default as `name=default`."""
+    parameters = list(inspect.signature(model.forward).parameters.values())
+    shown = [str(p.replace(annotation=p.empty)) for p in parameters[:_SHOWN_PARAMETERS]]
+    return ", ".join([*shown, "..."] if len(parameters) > len(shown) else shown)
 
 
 def _required(model: nn.Module) -> list[inspect.Parameter]:
@@ -289,18 +293,26 @@ def _required(model: nn.Module) -> list[inspect.Parameter]:
 def _candidates(model: nn.Module, batch: int, length: int, most: int) -> list[Inputs]:
     if hasattr(model, "main_input_name") and hasattr(getattr(model, "config", None), "get_text_config"):
         return _for_hugging_face(model, batch, length, most)
+    floats = (p for p in model.parameters() if p.is_floating_point())
+    like = next(floats, torch.empty(0, dtype=torch.float32, device="cpu"))
+    denoised = [Inputs((), named) for named in denoiser_arguments(model, batch, length, like)]
+    found = [*denoised, *_by_position(model, batch, length, most, like)]
+    if not found:
+        raise InputError(
+            f"expected example inputs, got none, and none can be generated for {type(model).__name__}."
+            f"forward({_parameters_text(model)}); {_ASK}"
+        )
+    return found
+
+
+def _by_position(model: nn.Module, batch: int, length: int, most: int, like: torch.Tensor) -> list[Inputs]:
+    """Return all combinations of what the first modules read, for each argument that has no default."""
     required = _required(model)
     readers = [module for module in model.modules() if isinstance(module, _READERS)]
     if not 1 <= len(required) <= _MOST_ARGUMENTS or not readers:
-        takes = _names_of_required(model) or "nothing by position"
-        raise InputError(
-            f"expected example inputs, got none, and none can be generated for {type(model).__name__} (its "
-            f"forward takes {takes}); {_ASK}"
-        )
+        return []
     first_of_each = {isinstance(module, nn.Embedding): module for module in reversed(readers)}
     first_of_each = sorted(first_of_each.values(), key=readers.index)
-    floats = (p for p in model.parameters() if p.is_floating_point())
-    like = next(floats, torch.empty(0, dtype=torch.float32, device="cpu"))
     read = [_read_by(module, like, batch, length, most) for module in first_of_each]
     is_of_words = isinstance(readers[0], nn.Embedding) and not any(isinstance(m, nn.Conv2d) for m in readers)
     if len(required) == 1 and not is_of_words:  # a linear may read image patches
@@ -326,6 +338,7 @@ _POSITIONS = (
     "max_position_embeddings", "max_target_positions", "max_decoder_position_embeddings", "n_positions",
 )  # fmt: skip
 _SIDES = (16, 32, 64, 224, 256)  # side lengths of images in pixels
+_SHOWN_PARAMETERS = 8
 _MOST_ARGUMENTS = 3  # more arguments have too many combinations to try
 _WAVEFORM_SAMPLES = 8000  # samples of a waveform: half a second at 16 kHz
 
