@@ -478,6 +478,8 @@ class DenseExperts(nn.Module):
         if self.spelled == "loop":
             return sum(expert(x) * weights[:, i, None] for i, expert in enumerate(self.experts))
         stacked = torch.stack([expert.weight for expert in self.experts])
+        if self.spelled == "einsum":
+            return torch.einsum("te,xfe->txf", x, stacked).mul(weights[..., None]).sum(1)
         return (x.expand(4, -1, -1) @ stacked.mT * weights.t()[..., None]).sum(0)
 
     def _choose(self, scores: Tensor) -> tuple[Tensor, Tensor]:
@@ -488,7 +490,7 @@ class DenseExperts(nn.Module):
         return scores.topk(self.chosen)
 
 
-@pytest.mark.parametrize("spelled", ["loop", "batched", "argmax", "max"])
+@pytest.mark.parametrize("spelled", ["loop", "batched", "einsum", "argmax", "max"])
 def test_experts_that_compute_every_token_are_found(spelled: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Replacements, "share", lambda *_: None)
     found = profiled(nn.Sequential(DenseExperts(spelled), DenseExperts("loop", chosen=4)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from functools import partial
+from math import prod
 
 from torch import Tensor
 
@@ -62,7 +63,20 @@ def _of_all_tokens(found: Analysis, path: str, choice: Choice) -> list[Op]:
         op for op, kind in zip(products, kinds, strict=True)
         if kind[1][:-1] == (choice.among, choice.rows)
         or (kind[1][:-1] == (choice.rows,) and counts[kind] >= choice.among)
+        or _is_einsum_of_experts(found, op, choice)
     ]  # fmt: skip
+
+
+def _is_einsum_of_experts(found: Analysis, product: Op, choice: Choice) -> bool:
+    """Return True if an einsum multiplies all tokens by the weights of all experts, joined in one matrix."""
+    watch, (tokens, weights) = found.recording.watch, factor_shapes(product)
+    if product.parent is None or product.parent.event.name != "aten::einsum" or watch is None:
+        return False
+    joined = (
+        prod(shape) for shape in watch.einsums.get(product.label, ())
+        if len(shape) > 2 and choice.among in shape
+    )  # fmt: skip
+    return tokens[:-1] == (1, choice.rows) and prod(weights) in joined
 
 
 def _fewer_rows(found: Analysis, product: Op, choice: Choice) -> Replacement | None:

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from te_transform.canonicalize.attention import HIDES
 from te_transform.profile.ranges import Ranges
@@ -60,6 +61,7 @@ class Watch(TorchFunctionMode):
         waits: the number of calls that make the CPU wait for the GPU, by line.
         masks: what the masks of F.scaled_dot_product_attention hide, by line.
         choices: calls of topk, argmax and max, by line.
+        einsums: the shapes that calls of einsum multiply, by the label of their module.
     """
 
     def __init__(self, ranges: Ranges):
@@ -68,6 +70,7 @@ class Watch(TorchFunctionMode):
         self.waits: Counter[Line] = Counter()
         self.masks: dict[Line, set[str]] = {}
         self.choices: dict[Line, Choice] = {}
+        self.einsums: dict[int, set[torch.Size]] = {}
         self._counts: Counter[tuple[int, Line]] = Counter()
 
     @property
@@ -93,6 +96,9 @@ class Watch(TorchFunctionMode):
                 self.waits[line] += 1
             elif func is F.scaled_dot_product_attention:
                 self.masks.setdefault(line, set()).update(_mask_of(*args, **kwargs))
+            elif name == "einsum":
+                shapes = {each.shape for each in tree_leaves(args) if isinstance(each, Tensor)}
+                self.einsums.setdefault(label, set()).update(shapes)
             elif name in _CHOOSING_CALLS and (choice := _CHOOSING_CALLS[name](*args, **kwargs)) is not None:
                 self.choices[line] = choice
         return func(*args, **kwargs)
