@@ -59,6 +59,19 @@ def test_an_error_says_how_many_guesses_failed_and_what_the_first_raised() -> No
     )
 
 
+def test_an_error_about_a_printed_module_has_its_end() -> None:
+    class Unpacks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Sequential(nn.Embedding(5, 8), nn.Linear(8, 8))
+
+        def forward(self, features: dict[str, Tensor]) -> Tensor:
+            return self.inner(**features)
+
+    with pytest.raises(InputError, match=r"Sequential\(\.\.\.\) argument after \*\* must be a mapping"):
+        te_transform.inspect(Unpacks())
+
+
 class Patches(nn.Module):
     """Reads an image of one size, and says so nowhere."""
 

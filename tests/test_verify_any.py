@@ -943,3 +943,16 @@ def test_after_a_failure_further_inputs_get_fewer_draws(monkeypatch: pytest.Monk
     failed = {row.inputs for row in found.rows if not row.ok}
     assert len(failed) > 5
     assert len(seeds) == compare.DRAWS + compare.SETTLED_DRAWS * (len(failed) - 1)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "names", "told"),
+    [
+        (torch.zeros(0, 8), None, r"expected example inputs with values, got float32\[0, 8\]; pass a batch"),
+        (torch.zeros(2, 8), 3, "expected a dict or a function from names .* for names=, got 3; leave it"),
+    ],
+)
+def test_wrong_arguments_are_said(inputs: Tensor, names: Any, told: str) -> None:
+    model = nn.Linear(8, 8)
+    with pytest.raises(ValueError, match=told):
+        te_transform.verify(model, copy.deepcopy(model), inputs, names=names)

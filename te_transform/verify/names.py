@@ -50,6 +50,11 @@ def renaming(names: Names | None) -> Callable[[str], str | None]:
     if names is None:
         return lambda name: name
     if not isinstance(names, Mapping):
+        if not callable(names):
+            raise ValueError(
+                "expected a dict or a function from names of the first model to names of the second for "
+                f"names=, got {names!r}; leave it out if the names are the same"
+            )
         return names
 
     def renamed(name: str) -> str | None:
