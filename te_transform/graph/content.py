@@ -112,39 +112,72 @@ class Leads(Content):
         return ""
 
 
-class Attributes(Content):
+class Named(Content):
+    """A value that holds others by name; `names` are those that now() returned at the snapshot."""
+
+    __slots__ = ("names",)
+
+    def now(self) -> dict[Any, Any]:
+        """Return the values that the value holds, by name."""
+        raise NotImplementedError
+
+    def put(self, name: Any, held: Any) -> None:
+        """Hold a value under a name."""
+        raise NotImplementedError
+
+    def drop(self, name: Any) -> None:
+        """Hold no value under a name any more."""
+        raise NotImplementedError
+
+    def put_back(self) -> None:
+        now = self.now()
+        for name in now.keys() - self.names.keys():
+            self.drop(name)
+        for name, held in self.names.items():
+            if name not in now or now[name] is not held:
+                self.put(name, held)
+
+    def lend(self, copies: Mapping[int, Any]) -> None:
+        for name, held in self.names.items():
+            if id(held) in copies:
+                self.put(name, copies[id(held)])
+
+    def label(self, inside: Any) -> str:
+        named = self.names.items()
+        return next((f".{getattr(name, '__name__', name)}" for name, held in named if held is inside), "")
+
+
+class Attributes(Named):
     """The attributes of an object, from its dictionary and from the slots of its class."""
 
-    __slots__ = ("names", "slots")
+    __slots__ = ()
 
     def __init__(self, value: Any):
         super().__init__(value)
-        self.names = dict(getattr(value, "__dict__", {}))
-        self.slots = _in_slots(value)
-        self.inside = [*self.names.values(), *self.slots.values(), *type(value).__mro__]
+        self.names = self.now()
+        self.inside = [*self.names.values(), *type(value).__mro__]
+
+    def now(self) -> dict[Any, Any]:
+        return {**getattr(self.value, "__dict__", {}), **_in_slots(self.value)}
+
+    def put(self, name: Any, held: Any) -> None:
+        if isinstance(name, types.MemberDescriptorType):
+            name.__set__(self.value, held)
+        else:
+            self.value.__dict__[name] = held
+
+    def drop(self, name: Any) -> None:
+        if isinstance(name, types.MemberDescriptorType):
+            name.__delete__(self.value)
+        else:
+            del self.value.__dict__[name]
 
     def put_back(self) -> None:
+        super().put_back()
         names = getattr(self.value, "__dict__", {})
-        if not are_the_same(objects(names), objects(self.names)):
-            names.clear()
-            names.update(self.names)
-        now = _in_slots(self.value)
-        for slot in now.keys() - self.slots.keys():
-            slot.__delete__(self.value)
-        for slot, held in self.slots.items():
-            if slot not in now or now[slot] is not held:
-                slot.__set__(self.value, held)
-
-    def lend(self, copies: Mapping[int, Any]) -> None:
-        names = getattr(self.value, "__dict__", {})
-        names.update({name: copies[id(held)] for name, held in self.names.items() if id(held) in copies})
-        for slot, held in self.slots.items():
-            if id(held) in copies:
-                slot.__set__(self.value, copies[id(held)])
-
-    def label(self, inside: Any) -> str:
-        named = (*self.names.items(), *((slot.__name__, held) for slot, held in self.slots.items()))
-        return next((f".{name}" for name, held in named if held is inside), "")
+        order = [name for name in self.names if name in names]
+        for name in order if [*names] != order else ():
+            names[name] = names.pop(name)
 
 
 def has_slots(kind: type) -> bool:

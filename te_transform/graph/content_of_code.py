@@ -7,12 +7,11 @@ import contextlib
 import functools
 import sys
 import types
-from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
 
-from te_transform.graph.content import Content
+from te_transform.graph.content import Named
 
 # Modules of the standard library and PyTorch whose objects hold a user's values. Loggers lead to streams;
 # optimizers and data loaders lead to tensors as large as the model. A forward seldom changes them.
@@ -53,38 +52,28 @@ def home_of(value: type | types.FunctionType) -> Any:
     return value.__module__ if isinstance(value, type) else value.__globals__.get("__name__")
 
 
-class OfClass(Content):
+class OfClass(Named):
     """The class attributes of a class."""
 
-    __slots__ = ("methods", "names", "root")
+    __slots__ = ("methods", "root")
 
     def __init__(self, value: type):
         super().__init__(value)
         self.root = f"{value.__module__}.{value.__qualname__}"
-        self.names = self._now()
+        self.names = self.now()
         self.inside = self.names.values()
         held = vars(value).items()
         self.methods = [(name, function) for name, x in held for function in _attribute_functions(x)]
 
-    def _now(self) -> dict[str, Any]:
+    def now(self) -> dict[str, Any]:
         held = vars(self.value).items()
         return {name: x for name, x in held if name[:2] != "__" and not hasattr(type(x), "__get__")}
 
-    def put_back(self) -> None:
-        now = self._now()
-        for name in now.keys() - self.names.keys():
-            type.__delattr__(self.value, name)
-        for name, held in self.names.items():
-            if name not in now or now[name] is not held:
-                type.__setattr__(self.value, name, held)
+    def put(self, name: str, held: Any) -> None:
+        type.__setattr__(self.value, name, held)
 
-    def lend(self, copies: Mapping[int, Any]) -> None:
-        for name, held in self.names.items():
-            if id(held) in copies:
-                type.__setattr__(self.value, name, copies[id(held)])
-
-    def label(self, inside: Any) -> str:
-        return next((f".{name}" for name, held in self.names.items() if held is inside), "")
+    def drop(self, name: str) -> None:
+        type.__delattr__(self.value, name)
 
 
 def constructors_of(kind: type) -> list[types.FunctionType]:
@@ -104,7 +93,7 @@ def _attribute_functions(held: Any) -> list[types.FunctionType]:
     return [each for each in found if isinstance(each, types.FunctionType)]
 
 
-class OfFunction(Content):
+class OfFunction(Named):
     """The closure variables of a function, its defaults and attributes."""
 
     __slots__ = ("cells", "root")
@@ -112,41 +101,33 @@ class OfFunction(Content):
     def __init__(self, value: types.FunctionType):
         super().__init__(value)
         self.root = f"{value.__module__}.{value.__qualname__}"
-        self.cells = _around(value)
-        held = (value.__dict__, value.__defaults__, value.__kwdefaults__)
-        self.inside = [*(content for _, content, _ in self.cells), *held]
+        self.cells = dict(zip(value.__code__.co_freevars, value.__closure__ or (), strict=True))
+        self.names = self.now()
+        self.inside = [*self.names.values(), value.__dict__, value.__defaults__, value.__kwdefaults__]
 
-    def put_back(self) -> None:
-        for cell, held, _ in self.cells:
-            if cell.cell_contents is not held:
-                cell.cell_contents = held
+    def now(self) -> dict[str, Any]:
+        held = {}
+        for name, cell in self.cells.items():
+            with contextlib.suppress(ValueError):  # the variable has no value
+                held[name] = cell.cell_contents
+        return held
 
-    def lend(self, copies: Mapping[int, Any]) -> None:
-        for cell, held, _ in self.cells:
-            cell.cell_contents = copies.get(id(held), held)
+    def put(self, name: str, held: Any) -> None:
+        self.cells[name].cell_contents = held
 
-    def label(self, inside: Any) -> str:
-        return next((f".{name}" for _, held, name in self.cells if held is inside), "")
-
-
-def _around(function: types.FunctionType) -> list[tuple[types.CellType, Any, str]]:
-    """Return the cell, value and name of each closure variable that has a value."""
-    held = []
-    for cell, name in zip(function.__closure__ or (), function.__code__.co_freevars, strict=True):
-        with contextlib.suppress(ValueError):
-            held.append((cell, cell.cell_contents, name))
-    return held
+    def drop(self, name: str) -> None:
+        del self.cells[name].cell_contents
 
 
-class OfModule(Content):
+class OfModule(Named):
     """The variables of a Python module that a forward may reach, including those that the forward creates."""
 
-    __slots__ = ("names", "root")
+    __slots__ = ("root",)
 
     def __init__(self, value: _Globals):
         super().__init__(value)
         self.root = str(value.get("__name__"))
-        self.names: dict[str, Any] = {}
+        self.names = {}
 
     def note(self, name: str) -> Any:
         """Record a variable, and return its value, or None if it has none or is recorded already."""
@@ -155,23 +136,16 @@ class OfModule(Content):
         held = self.names[name] = self.value.get(name, _NOT_STATIC)
         return None if held is _NOT_STATIC else held
 
-    def put_back(self) -> None:
-        for name, held in self.names.items():
-            now = self.value.get(name, _NOT_STATIC)
-            if now is held or isinstance(now, types.ModuleType):  # imported by the forward
-                continue
-            if held is _NOT_STATIC:
-                del self.value[name]
-            else:
-                self.value[name] = held
+    def now(self) -> dict[str, Any]:
+        return {name: self.value.get(name, _NOT_STATIC) for name in self.names}
 
-    def lend(self, copies: Mapping[int, Any]) -> None:
-        for name, held in self.names.items():
-            if id(held) in copies:
-                self.value[name] = copies[id(held)]
-
-    def label(self, inside: Any) -> str:
-        return next((f".{name}" for name, held in self.names.items() if held is inside), "")
+    def put(self, name: str, held: Any) -> None:
+        if isinstance(self.value.get(name), types.ModuleType):  # imported by the forward
+            return
+        if held is _NOT_STATIC:
+            del self.value[name]
+        else:
+            self.value[name] = held
 
 
 class Code:

@@ -7,13 +7,15 @@ import ctypes
 import decimal
 import io
 import mmap
+import operator
 import queue
 import random
 import sys
 import types
 import warnings
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,195 +24,88 @@ from te_transform.graph.content import Content, are_the_same
 from te_transform.graph.errors import in_full
 
 
-class _State(Content):
-    """A snapshot of an object whose whole state can be read and written."""
+class Whole(Content):
+    """The state of an object that can be read and written as a whole.
 
-    __slots__ = ("state",)
+    Args:
+        value: the object.
+        read: returns a copy of its state.
+        write: sets the object to a state.
+        is_same: compares two states.
+        leads: returns the values that the object refers to.
+    """
 
-    def __init__(self, value: Any):
+    __slots__ = ("is_same", "read", "state", "write")
+
+    def __init__(
+        self,
+        value: Any,
+        read: Callable[[Any], Any],
+        write: Callable[[Any, Any], Any],
+        is_same: Callable[[Any, Any], bool] = operator.eq,
+        leads: Callable[[Any], Iterable[Any]] = lambda value: (),
+    ):
         super().__init__(value)
+        self.read, self.write, self.is_same = read, write, is_same
         with contextlib.suppress(ValueError):  # such as a closed object
-            self.state = self.read()
-
-    def read(self) -> Any:
-        """Return a copy of the state."""
-        raise NotImplementedError
-
-    def write(self) -> None:
-        """Set the object to the state."""
-        raise NotImplementedError
-
-    def is_as_it_was(self) -> bool:
-        """Return True if the state is unchanged."""
-        return self.read() == self.state
+            self.inside, self.state = leads(value), read(value)
 
     def put_back(self) -> None:
-        if hasattr(self, "state") and not self.is_as_it_was():
-            self.write()
+        if hasattr(self, "state") and not self.is_same(self.read(self.value), self.state):
+            self.write(self.value, self.state)
 
 
-class OfBytes(_State):
-    """The items of a bytearray, an array of Python, or a mapped file."""
-
-    __slots__ = ()
-
-    def read(self) -> Any:
-        return self.value[:]
-
-    def is_as_it_was(self) -> bool:
-        return bytes(self.value) == bytes(self.state)  # as bytes, since NaN != NaN
-
-    def write(self) -> None:
-        self.value[:] = self.state
+def _set_items(value: Any, items: bytes) -> None:
+    value[:] = array(value.typecode, items) if isinstance(value, array) else items
 
 
-class OfView(_State):
-    """The memory behind a memoryview."""
-
-    __slots__ = ()
-
-    def __init__(self, value: memoryview):
-        super().__init__(value)
-        with contextlib.suppress(ValueError):
-            self.inside = [value.obj]
-
-    def read(self) -> Any:
-        return None if self.value.readonly or not self.value.c_contiguous else self.value.tobytes()
-
-    def write(self) -> None:
-        self.value.cast("B")[:] = self.state
+def _view(value: memoryview) -> bytes | None:
+    return None if value.readonly or not value.c_contiguous else value.tobytes()
 
 
-class OfBuffer(_State):
-    """The content and the position of an in-memory file."""
-
-    __slots__ = ()
-
-    def read(self) -> Any:
-        return self.value.__getstate__()
-
-    def write(self) -> None:
-        self.value.__setstate__(self.state)
+def _queued(value: queue.SimpleQueue) -> list[Any]:
+    """Return the items of a queue, which can only be read by removing them."""
+    _fill(value, items := _taken_out(value))
+    return items
 
 
-class OfFile(_State):
-    """The read position of a file."""
-
-    __slots__ = ()
-
-    def read(self) -> Any:
-        return self.value.tell()
-
-    def write(self) -> None:
-        self.value.seek(self.state)
+def _fill(value: queue.SimpleQueue, items: Iterable[Any]) -> None:
+    _taken_out(value)
+    for item in items:
+        value.put(item)
 
 
-class OfQueue(_State):
-    """The items of a queue.SimpleQueue, which can only be read by removing them."""
-
-    __slots__ = ()
-
-    def __init__(self, value: queue.SimpleQueue):
-        super().__init__(value)
-        self.inside = self.state
-
-    def read(self) -> Any:
-        items = self._taken_out()
-        for item in items:
-            self.value.put(item)
-        return items
-
-    def _taken_out(self) -> list[Any]:
-        items = []
-        with contextlib.suppress(queue.Empty):
-            while True:
-                items.append(self.value.get_nowait())
-        return items
-
-    def is_as_it_was(self) -> bool:
-        return are_the_same(self.read(), self.state)
-
-    def write(self) -> None:
-        self._taken_out()
-        for item in self.state:
-            self.value.put(item)
+def _taken_out(value: queue.SimpleQueue) -> list[Any]:
+    items = []
+    with contextlib.suppress(queue.Empty):
+        while True:
+            items.append(value.get_nowait())
+    return items
 
 
-class OfCTypes(_State):
-    """The memory of a ctypes value, array, structure or union."""
-
-    __slots__ = ()
-
-    def read(self) -> Any:
-        if isinstance(self.value, ctypes._SimpleCData):
-            return self.value.value
-        return ctypes.string_at(ctypes.addressof(self.value), ctypes.sizeof(self.value))
-
-    def write(self) -> None:
-        if isinstance(self.value, ctypes._SimpleCData):
-            self.value.value = self.state
-        else:
-            ctypes.memmove(ctypes.addressof(self.value), self.state, len(self.state))
+def _memory(value: Any) -> bytes:
+    return ctypes.string_at(ctypes.addressof(value), ctypes.sizeof(value))
 
 
-class OfDecimal(_State):
-    """The settings of a context of decimal numbers, and the signals that it has counted."""
-
-    __slots__ = ()
-
-    def read(self) -> Any:
-        names = "prec", "rounding", "Emin", "Emax", "capitals", "clamp"
-        settings = {name: getattr(self.value, name) for name in names}
-        return settings, dict(self.value.flags), dict(self.value.traps)
-
-    def write(self) -> None:
-        settings, flags, traps = self.state
-        for name, setting in settings.items():
-            setattr(self.value, name, setting)
-        self.value.flags.update(flags)
-        self.value.traps.update(traps)
+def _set_memory(value: Any, state: bytes) -> None:
+    ctypes.memmove(ctypes.addressof(value), state, len(state))
 
 
-class OfSeeds(_State):
-    """The number of children that a SeedSequence of numpy has spawned, with its other state."""
-
-    __slots__ = ()
-
-    def read(self) -> Any:
-        return self.value.n_children_spawned, self.value.__reduce__()[2]
-
-    def is_as_it_was(self) -> bool:
-        return self.value.n_children_spawned == self.state[0]
-
-    def write(self) -> None:
-        self.value.__setstate__(self.state[1])
+_DECIMAL_SETTINGS = "prec", "rounding", "Emin", "Emax", "capitals", "clamp"
 
 
-class OfRandom(Content):
-    """The state of a random number generator."""
+def _decimal_state(value: decimal.Context) -> Any:
+    """Return the settings of a context of decimal numbers, and the signals that it has counted."""
+    settings = {name: getattr(value, name) for name in _DECIMAL_SETTINGS}
+    return settings, dict(value.flags), dict(value.traps)
 
-    __slots__ = ("state",)
 
-    def __init__(self, value: Any):
-        super().__init__(value)
-        bits = getattr(value, "bit_generator", value)
-        self.inside = [seeds] if (seeds := getattr(bits, "seed_seq", None)) is not None else ()
-        if isinstance(value, torch.Generator):
-            self.state = value.get_state()
-        elif isinstance(value, random.Random):
-            self.state = value.getstate()
-        elif hasattr(value, "set_state"):  # numpy's RandomState
-            self.state = value.get_state(legacy=False)
-        else:  # numpy's Generator or BitGenerator
-            self.state = getattr(value, "bit_generator", value).state
-
-    def put_back(self) -> None:
-        if isinstance(self.value, random.Random):
-            self.value.setstate(self.state)
-        elif hasattr(self.value, "set_state"):
-            self.value.set_state(self.state)
-        else:
-            getattr(self.value, "bit_generator", self.value).state = self.state
+def _set_decimal_state(value: decimal.Context, state: Any) -> None:
+    settings, flags, traps = state
+    for name, setting in settings.items():
+        setattr(value, name, setting)
+    value.flags.update(flags)
+    value.traps.update(traps)
 
 
 class OfArray(Content):
@@ -309,26 +204,54 @@ def _of_file(value: io.IOBase) -> Content | None:
         return None
     with contextlib.suppress(OSError):
         if value.readable() and value.seekable() and not value.writable():
-            return OfFile(value)
+            return Whole(value, lambda file: file.tell(), lambda file, at: file.seek(at))
     return Unsaved(value, _EXTERNAL_STATE)
 
 
-def _of_random(value: random.Random) -> Content | None:
-    return None if isinstance(value, random.SystemRandom) else OfRandom(value)
+def _by(*how: Callable[..., Any], **more: Callable[..., Any]) -> Callable[[Any], Content]:
+    """Return the function that takes a snapshot with these arguments of Whole."""
+    return lambda value: Whole(value, *how, **more)
 
 
 _LIBRARY_READERS: tuple[tuple[tuple[type, ...], Callable[[Any], Content | None]], ...] = (
-    ((bytearray, array, mmap.mmap), OfBytes),
-    ((memoryview,), OfView),
-    ((io.BytesIO, io.StringIO), OfBuffer),
+    ((bytearray, array, mmap.mmap), _by(bytes, _set_items)),
+    ((memoryview,), _by(_view, lambda v, state: _set_items(v.cast("B"), state), leads=lambda v: [v.obj])),
+    ((io.BytesIO, io.StringIO), _by(lambda v: v.__getstate__(), lambda v, state: v.__setstate__(state))),
     ((io.IOBase,), _of_file),
-    ((queue.SimpleQueue,), OfQueue),
-    ((ctypes._SimpleCData, ctypes.Array, ctypes.Structure, ctypes.Union), OfCTypes),
-    ((torch.Generator,), OfRandom),
-    ((random.Random,), _of_random),
-    ((decimal.Context,), OfDecimal),
+    ((queue.SimpleQueue,), _by(_queued, _fill, is_same=are_the_same, leads=_queued)),
+    ((ctypes._SimpleCData,), _by(lambda v: v.value, lambda v, state: setattr(v, "value", state))),
+    ((ctypes.Array, ctypes.Structure, ctypes.Union), _by(_memory, _set_memory)),
+    ((torch.Generator,), _by(torch.Generator.get_state, torch.Generator.set_state, is_same=torch.equal)),
+    ((random.SystemRandom,), lambda value: None),  # without a state
+    ((random.Random,), _by(lambda v: v.getstate(), lambda v, state: v.setstate(state))),
+    ((decimal.Context,), _by(_decimal_state, _set_decimal_state)),
     ((types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType), Unsaved),
 )
+
+
+def _reader_of_numpy(kind: type, numpy: Any) -> Callable[[Any], Content] | None:
+    """Return the function that takes a snapshot of objects of a class of numpy, or None."""
+    if issubclass(kind, numpy.ndarray):
+        return OfArray
+    if issubclass(kind, numpy.random.RandomState):
+        read, write = partial(kind.get_state, legacy=False), kind.set_state
+    elif issubclass(kind, (numpy.random.Generator, numpy.random.BitGenerator)):
+        read, write = lambda v: _bits_of(v).state, lambda v, state: setattr(_bits_of(v), "state", state)
+    elif issubclass(kind, numpy.random.SeedSequence):
+        read, write = lambda v: v.__reduce__()[2], lambda v, state: v.__setstate__(state)
+    else:
+        return None
+    # states may have arrays, which == compares number by number
+    return _by(read, write, is_same=lambda one, other: False, leads=_seeds_of)
+
+
+def _bits_of(value: Any) -> Any:
+    return getattr(value, "bit_generator", value)
+
+
+def _seeds_of(value: Any) -> list[Any]:
+    """Return the seeds of a generator of numpy, which count the generators that they have spawned."""
+    return [seeds for seeds in (getattr(_bits_of(value), "seed_seq", None),) if seeds is not None]
 
 
 def kind_of(kind: type) -> Callable[[Any], Content | None] | None:
@@ -337,10 +260,7 @@ def kind_of(kind: type) -> Callable[[Any], Content | None] | None:
         return _of_handle
     found = next((content for kinds, content in _LIBRARY_READERS if issubclass(kind, kinds)), None)
     if found is None and (numpy := sys.modules.get("numpy")) is not None:
-        generators = numpy.random.RandomState, numpy.random.Generator, numpy.random.BitGenerator
-        found = OfRandom if issubclass(kind, generators) else None
-        found = OfSeeds if issubclass(kind, numpy.random.SeedSequence) else found
-        found = OfArray if issubclass(kind, numpy.ndarray) else found
+        found = _reader_of_numpy(kind, numpy)
     is_in_c = kind.__module__.partition(".")[0] in ("builtins", "itertools", "_csv", "torch")
     if found is None and ((is_in_c and hasattr(kind, "__next__")) or hasattr(kind, "hexdigest")):
         found = copied

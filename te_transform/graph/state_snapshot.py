@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake
 
 from te_transform.graph.bits import same_bits, shape_in_bits
-from te_transform.graph.content import Attributes, Content, Items, Leads, has_slots
+from te_transform.graph.content import Attributes, Content, Items, Leads, Named, has_slots
 from te_transform.graph.content_of_code import (
     Code,
     OfClass,
@@ -37,13 +37,13 @@ _OF_DYNAMO = "_dynamo"  # prefix of the tensor attributes that dynamo sets
 _Kind = Callable[[Any], Content | None]
 
 
-class TensorContent(Content):
+class TensorContent(Named):
     """The attributes, memory and gradient of a tensor, and its values unless it is a parameter.
 
     Two copies of the parameters may not fit into memory, see preserve.py.
     """
 
-    __slots__ = ("alias", "grad", "memory", "names", "numbers", "requires_grad")
+    __slots__ = ("alias", "grad", "memory", "numbers", "requires_grad")
 
     def __init__(self, value: Tensor):
         super().__init__(value)
@@ -53,17 +53,21 @@ class TensorContent(Content):
         overlaps = has_numbers and self.alias is not None and torch._debug_has_internal_overlap(value) != 0
         self.memory = value.untyped_storage().clone() if overlaps else None  # copy_() refuses such a tensor
         self.requires_grad, self.grad = value.requires_grad, value.grad if value.is_leaf else None
-        self.names = self._now()
+        self.names = self.now()
         self.inside = self.names.values()
 
-    def _now(self) -> dict[str, Any]:
+    def now(self) -> dict[str, Any]:
         return {name: x for name, x in vars(self.value).items() if not name.startswith(_OF_DYNAMO)}
 
+    def put(self, name: str, held: Any) -> None:
+        self.value.__dict__[name] = held
+
+    def drop(self, name: str) -> None:
+        del self.value.__dict__[name]
+
     def put_back(self) -> None:
-        value, now = self.value, self._now()
-        for name in now.keys() - self.names.keys():
-            del value.__dict__[name]
-        value.__dict__.update(self.names)
+        super().put_back()
+        value = self.value
         with torch.inference_mode(value.is_inference()), torch.no_grad():
             self._put_numbers_back()
             if not (self.requires_grad or value.is_leaf or value._is_view()):
