@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_map
 import te_transform.backends
 from te_transform.backends import limits, plain
 from te_transform.graph import ops
+from tests import reference_kernels  # noqa: F401  computes the operators of compiled graphs on the CPU
 
 E4M3 = 448.0
 FORMAT = SimpleNamespace(value=SimpleNamespace(max_fwd=E4M3, max_bwd=E4M3), name="E4M3")

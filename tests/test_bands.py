@@ -16,6 +16,7 @@ from te_transform.backends.banded_attention import OPEN, attended, registered_op
 from te_transform.backends.bands import Band, banded, sees_itself, within_band, within_documents
 from te_transform.backends.masks import SEEING, what_is
 from te_transform.graph.ops import sdpa
+from tests import reference_kernels
 from tests.conversions import ALL, error, gradients, run
 from tests.recordings import Recorder
 from tests.zoo import zero_dropout
@@ -226,14 +227,14 @@ def test_te_gets_what_it_is_to_compute(name: str, kind: str, packed: bool, te: M
     queries, keys, *reach = REACHES[name]
     parts, (_, band, ends) = parts_of(queries, keys), within_reach(name, kind)
     rest = (ends, band.longest, *reach, 0.3, packed or kind == "documents")
-    expected, sums, state = banded_attention.attend(*parts, *rest, True)
+    expected, sums, state = reference_kernels.attend(*parts, *rest, True)
     out, *saved = te.attend(*parts, *rest, True)
     torch.testing.assert_close(out, expected)
     torch.testing.assert_close(te.attend(*parts, *rest, False)[0], expected)
     grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
     torch.testing.assert_close(
         te.attend_backward(grad, *parts, out, *saved, *rest),
-        banded_attention.attend_backward(grad, *parts, expected, sums, state, *rest),
+        reference_kernels.attend_backward(grad, *parts, expected, sums, state, *rest),
     )
 
 

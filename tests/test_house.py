@@ -270,25 +270,18 @@ SAME_IN_BACKENDS = {
     "WideLinear", "multiple", "recipe_now", "recipe_of",
 }  # fmt: skip
 SAME_ANYWHERE = {"M", "P", "T", "log"}
-# Operations in plain PyTorch, and TE's kernels for them.
-KERNEL_HOMES = {
-    "te_transform.backends.banded_attention", "te_transform.backends.te.attention",
-    "te_transform.backends.fp8.ops", "te_transform.backends.te.casts",
-}  # fmt: skip
 PUBLIC_NAMES = {"Linear"}  # a pattern of te_transform.rules has the name of the op that it matches
 
 
 def test_a_name_has_one_meaning() -> None:
-    """Private names too. An operation and its kernel share a name: x.py and x_kernel.py, or KERNEL_HOMES."""
+    """Private names too. An operation and its kernel share a name: x.py and x_kernel.py."""
     homes: dict[str, set[str]] = {}
     for name in modules():
         for defined in definitions(tree(name)):
             homes.setdefault(defined, set()).add(name.removesuffix("_kernel"))
     twice = {name: found for name, found in homes.items() if len(found) > 1}
     allowed = SAME_IN_RULES | SAME_IN_BACKENDS | SAME_ANYWHERE | PUBLIC_NAMES
-    wrong = {
-        name: found for name, found in twice.items() if name not in allowed and not found <= KERNEL_HOMES
-    }
+    wrong = {name: found for name, found in twice.items() if name not in allowed}
     assert not wrong, "\n".join(f"{name}: {', '.join(sorted(found))}" for name, found in wrong.items())
 
 

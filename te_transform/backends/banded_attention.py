@@ -1,7 +1,7 @@
 """Attention within a band of keys: the kernels skip the scores of masked keys.
 
-This file defines the custom operators for compiled graphs. On a GPU, they call a backend's kernels (see
-fp8/ops.py).
+This file defines the custom operators for compiled graphs. The backend's kernels compute them, see
+te/attention.py.
 """
 
 from __future__ import annotations
@@ -11,107 +11,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from te_transform.backends.bands import Band, within_band, within_documents
+from te_transform.backends.bands import Band
 from te_transform.backends.library import define_operator, registered_ops
 
 OPEN = -1  # a side on which the band is unlimited
 
 
-def attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    ends: Tensor | None,
-    longest: int,
-    before: int,
-    after: int,
-    scale: float,
-    packed: bool,
-    keeps: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute softmax(q k^T * scale) v within a band.
-
-    Args:
-        query: [batch, queries, heads, width] in a 16-bit dtype, contiguous.
-        key, value: the same layout. Their number of heads divides that of the query.
-        ends: int32 cumulative lengths: [batch + 1] of padded sequences, or [documents + 1] of documents. See
-            bands.Banded.
-        longest: the maximum number of tokens in a document, or 0 without documents.
-        before, after: how far a query sees, see bands.Band; OPEN if unlimited.
-        packed: True if the kernels treat the sequences as packed, one after another.
-        keeps: True if a backward follows.
-
-    Returns:
-        The attention [batch, queries, heads, width of values], which is zero for queries that see no key,
-        and two tensors for the backward.
-    """
-    scores = _scores(query, key, ends, longest, before, after, scale)
-    weights = torch.ops.aten._safe_softmax(scores, -1)
-    out = weights @ _in_float_heads(value, query.shape[2])
-    out = out.transpose(1, 2).to(query.dtype).contiguous()
-    if not keeps:
-        return out, query.new_empty(0), query.new_empty(0)
-    return out, scores.logsumexp(-1, keepdim=True), query.new_zeros(2, dtype=torch.int64)
-
-
-def attend_backward(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    sums: Tensor,
-    state: Tensor,
-    ends: Tensor | None,
-    longest: int,
-    before: int,
-    after: int,
-    scale: float,
-    packed: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of query, key and value, given attend()'s outputs and the output's gradient."""
-    heads, groups = query.shape[2], key.shape[2]
-    scores = _scores(query, key, ends, longest, before, after, scale)
-    weights = torch.where(sums.isneginf(), 0.0, (scores - sums).exp())
-    rows, keys = _in_float_heads(grad, heads), _in_float_heads(key, heads)
-    inner = (rows * _in_float_heads(out, heads)).sum(-1, keepdim=True)
-    of_scores = weights * (rows @ _in_float_heads(value, heads).mT - inner) * scale
-    of_key, of_value = of_scores.mT @ _in_float_heads(query, heads), weights.mT @ rows
-    return (
-        _as_given(of_scores @ keys, heads, query),
-        _as_given(of_key, groups, key),
-        _as_given(of_value, groups, value),
-    )
-
-
-def _scores(
-    query: Tensor, key: Tensor, ends: Tensor | None, longest: int, before: int, after: int, scale: float
-) -> Tensor:
-    band = Band(*(None if end == OPEN else end for end in (before, after)), False, False)
-    sees = within_band(band, None if longest else ends, query.shape[1], key.shape[1], query.device)
-    if longest:
-        sees = sees & within_documents(ends, *query.shape[:2])
-    scores = _in_float_heads(query, query.shape[2]) @ _in_float_heads(key, query.shape[2]).mT * scale
-    return scores.masked_fill(~sees, -torch.inf)
-
-
-def _in_float_heads(x: Tensor, heads: int) -> Tensor:
-    """Convert [batch, length, heads or groups, width] to [batch, heads, length, width] in fp32."""
-    return x.transpose(1, 2).float().repeat_interleave(heads // x.shape[2], 1)
-
-
-def _as_given(grad: Tensor, groups: int, like: Tensor) -> Tensor:
-    """Convert the gradient of `_in_float_heads(like)` to the layout and dtype of `like`."""
-    return grad.unflatten(1, (groups, -1)).sum(2).transpose(1, 2).to(like.dtype).contiguous()
-
-
 _BANDED = "Tensor? ends, int longest, int before, int after, float scale, bool packed"
 define_operator(
-    attend,
+    "attend",
     f"(Tensor query, Tensor key, Tensor value, {_BANDED}, bool keeps) -> (Tensor, Tensor, Tensor)",
 )
 define_operator(
-    attend_backward,
+    "attend_backward",
     "(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor out, Tensor sums, "
     f"Tensor state, {_BANDED}) -> (Tensor, Tensor, Tensor)",
 )

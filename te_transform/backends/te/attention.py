@@ -118,7 +118,17 @@ def _of_batch(mask: Banded, query: Tensor) -> Tensor | None:
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute banded_attention.attend() by cuDNN."""
+    """Compute softmax(q k^T * scale) v within a band, by cuDNN.
+
+    Args:
+        query: [batch, queries, heads, width] in a 16-bit dtype, contiguous.
+        key, value: the same layout. Their number of heads divides that of the query.
+        rest: the other arguments of the operator, see _arguments(); the last is True if a backward follows.
+
+    Returns:
+        The attention [batch, queries, heads, width of values], which is zero for queries that see no key,
+        and two tensors for the backward.
+    """
     *within, keeps = rest
     where, how = _arguments(query, key, *within)
     parts = _as_laid_out((query, key, value), how)
@@ -135,7 +145,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tenso
 def attend_backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute banded_attention.attend_backward() by cuDNN."""
+    """Return the gradients of query, key and value, given attend()'s outputs and the output's gradient."""
     sums, state, *within = rest
     if within[-1]:
         sums = sums.transpose(1, 2).flatten(0, 1)
@@ -159,6 +169,15 @@ def _arguments(
     """Return the positional and keyword arguments of TE's forward and backward functions.
 
     They say where sequences begin and end, and which keys a query sees.
+
+    Args:
+        query, key: of attend().
+        ends: int32 cumulative lengths: [batch + 1] of padded sequences, or [documents + 1] of documents. See
+            bands.Banded.
+        longest: the maximum number of tokens in a document, or 0 without documents.
+        before, after: how far a query sees, see bands.Band; OPEN if unlimited.
+        scale: of the scores.
+        packed: True if the kernels treat the sequences as packed, one after another.
     """
     batch, queries, keys = len(query), query.shape[1], key.shape[1]
     of_queries, of_keys, lengths = ends, ends, (longest, longest)

@@ -27,6 +27,8 @@ def _quantized_by_kernel(
 ) -> InFP8:
     """Run a kernel that computes, casts and transposes a tensor, and updates its amax.
 
+    Values out of range become the largest FP8 number.
+
     Args:
         compute: runs the kernel with a quantizer.
         scales: the scales of a group of tensors.
@@ -34,6 +36,9 @@ def _quantized_by_kernel(
         index: the position of the tensor in the group.
         dtype: the FP8 dtype.
         with_transpose: True to compute the transposed tensor too.
+
+    Returns:
+        The tensor in FP8, its transpose or an empty tensor [0], and 1 / scale [1] in fp32.
     """
     amax = torch.empty_like(scales) if history is None else history[0]
     quantizer = Float8Quantizer(
@@ -54,10 +59,12 @@ def _quantized_by_kernel(
 
 
 def quantize(x: Tensor, *where: Any) -> InFP8:
+    """Quantize x [rows, columns]; `where` are the arguments of _quantized_by_kernel()."""
     return _quantized_by_kernel(lambda quantizer: quantizer(x), *where)
 
 
 def activate(x: Tensor, activation: str, *where: Any) -> InFP8:
+    """Quantize an activation, by TE's name, of x [rows, columns], or [rows, 2 columns] if it is gated."""
     forward, *_ = functions_of(activation)
     return _quantized_by_kernel(partial(forward, x), *where)
 
@@ -65,6 +72,10 @@ def activate(x: Tensor, activation: str, *where: Any) -> InFP8:
 def activate_backward(
     grad: Tensor, x: Tensor, activation: str, with_sum: bool, *where: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Quantize the gradient of x, computed from the gradient of its activation.
+
+    If `with_sum`, also return its sum over the rows, the gradient of a bias.
+    """
     _, backward, with_bias = functions_of(activation)
     if not with_sum:
         return (*_quantized_by_kernel(partial(backward, grad, x), *where), grad.new_empty(0))
