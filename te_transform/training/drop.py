@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import logging
 import math
-import random
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -26,43 +24,10 @@ from te_transform.plan.model import ModelError, check_module
 from te_transform.plan.options import IN_CUDA_GRAPHS, OptionError
 from te_transform.training.counts import is_count
 from te_transform.training.layer_calls import decide_on_layers
+from te_transform.training.layered import Draws
 from te_transform.training.residual import residual
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Draws:
-    """The draws of one step. They depend only on these fields: no global random state is read or changed.
-
-    Attributes:
-        step: the number of past steps.
-        theta: the keep probability of the last layer.
-        seed: of all draws.
-        layers: the paths of the layers that may be dropped, in order.
-        depths: l / L of each layer by path.
-    """
-
-    step: int
-    theta: float
-    seed: int
-    layers: tuple[str, ...]
-    depths: Mapping[str, float]
-
-    def is_on(self) -> bool:
-        """Return True if this step may drop layers."""
-        return self.theta < 1
-
-    def keep_rate(self, path: str) -> float:
-        """Return the probability p_l that a layer is kept."""
-        return 1 - self.depths[path] * (1 - self.theta)
-
-    def factor(self, path: str) -> float | None:
-        """Return the factor of a layer's branches, or None if the layer is dropped."""
-        if path not in self.depths or not self.is_on():
-            return 1.0
-        draw = random.Random(f"{self.seed} {self.step} {self.layers.index(path)}").random()
-        return 1 / self.keep_rate(path) if draw < self.keep_rate(path) else None
 
 
 class LayerDropping:

@@ -24,9 +24,9 @@ from te_transform.execution.runner import Runner
 from te_transform.plan.model import CONVERTED
 from te_transform.training.block_calls import BlockCalls
 from te_transform.training.forwards import TrainingForwards
-from te_transform.training.layered import Decision, LayerDraws, Layered, layered_plan
+from te_transform.training.layered import Decision, Draws, Layered, layered_plan
 
-LayerPolicy = Callable[[], LayerDraws]
+LayerPolicy = Callable[[], Draws]
 
 _ALL_LAYERS_OBSERVED = "verify() or the conversion looks at the call, in which all layers run"
 _WHOLE = "all layers run in this call"

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+import random
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,14 +26,38 @@ from te_transform.training.residual import Layer, residual, unreached_arguments
 log = logging.getLogger(__name__)
 
 
-class LayerDraws(Protocol):
-    """The decisions on the layers of training calls in one step."""
+@dataclass(frozen=True)
+class Draws:
+    """The draws of one step. They depend only on these fields: no global random state is read or changed.
+
+    Attributes:
+        step: the number of past steps.
+        theta: the keep probability of the last layer.
+        seed: of all draws.
+        layers: the paths of the layers that may be dropped, in order.
+        depths: l / L of each layer by path.
+    """
+
+    step: int
+    theta: float
+    seed: int
+    layers: tuple[str, ...]
+    depths: Mapping[str, float]
 
     def is_on(self) -> bool:
-        """Return True if a layer may be left out or scaled."""
+        """Return True if this step may drop layers."""
+        return self.theta < 1
+
+    def keep_rate(self, path: str) -> float:
+        """Return the probability p_l that a layer is kept."""
+        return 1 - self.depths[path] * (1 - self.theta)
 
     def factor(self, path: str) -> float | None:
-        """Return the factor of the branches of a layer, or None if the layer is left out."""
+        """Return the factor of a layer's branches, or None if the layer is dropped."""
+        if path not in self.depths or not self.is_on():
+            return 1.0
+        draw = random.Random(f"{self.seed} {self.step} {self.layers.index(path)}").random()
+        return 1 / self.keep_rate(path) if draw < self.keep_rate(path) else None
 
 
 @dataclass(frozen=True)
@@ -44,7 +69,7 @@ class Decision:
         needs_zeros: True if DDP waits for gradients of all parameters.
     """
 
-    draws: LayerDraws
+    draws: Draws
     needs_zeros: bool
 
 
