@@ -9,6 +9,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -57,7 +58,15 @@ class Recording:
         self.gradients = backward(self.live) if backward else []
         self.outputs = [output.detach().clone() for output in self.live]
 
-    def replay_forward(self) -> None:
+    @property
+    def first(self) -> SimpleNamespace:
+        return SimpleNamespace(replay=self._replay_forward)
+
+    @property
+    def second(self) -> SimpleNamespace:
+        return SimpleNamespace(replay=self._replay_backward)
+
+    def _replay_forward(self) -> None:
         self.recorder["forward"] += 1
         with torch.set_grad_enabled(self.records):
             self.live = self.forward()
@@ -67,7 +76,7 @@ class Recording:
                 gradient.fill_(torch.nan)
         self.recorder.after_forward(self)
 
-    def replay_backward(self) -> None:
+    def _replay_backward(self) -> None:
         self.recorder["backward"] += 1
         with torch.enable_grad():
             overwrite(self.gradients, self.backward(self.live))

@@ -12,7 +12,9 @@ from torch import Tensor
 
 
 class CudaGraphPair:
-    """The CUDA graphs of a forward and of its backward.
+    """The CUDA graphs of a forward (`first`) and of its backward (`second`).
+
+    A replay of `first` computes `outputs` again, and one of `second` the `gradients` of the last forward.
 
     Args:
         forward: returns tensors; runs once, while it is recorded.
@@ -40,14 +42,6 @@ class CudaGraphPair:
                 _end_capture(device, pool)
                 raise
         self.outputs = [output.detach() for output in self.outputs]
-
-    def replay_forward(self) -> None:
-        """Recompute `outputs`."""
-        self.first.replay()
-
-    def replay_backward(self) -> None:
-        """Recompute `gradients` of the last forward."""
-        self.second.replay()
 
     def free(self) -> None:
         """Free the recording. It can no longer be replayed."""

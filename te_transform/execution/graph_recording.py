@@ -1,8 +1,7 @@
-"""The recording of a call, and its autograd Function."""
+"""The recording of a call."""
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -12,22 +11,11 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from te_transform.backends.joined import check_unwritten, versions_of
-from te_transform.backends.tracing import batches_gradients
 from te_transform.execution.cuda_graph_pair import CudaGraphPair, casting_anew
 from te_transform.execution.division import RankGroup
 from te_transform.execution.gradient_memory import GradientMemory
 from te_transform.execution.recorded_values import RecordedInputs, RecordedOutputs
-from te_transform.execution.rerun import (
-    RunGraph,
-    as_it_was,
-    autocast_now,
-    call_on_views,
-    gradients_of,
-    random_state,
-    set_random_state,
-)
-from te_transform.execution.writes import Writes
+from te_transform.execution.rerun import RunGraph, call_on_views, gradients_of
 
 MOST_CHANGES = 2  # changes of the set of outputs with gradients; each change causes a new recording
 
@@ -111,14 +99,6 @@ class CallSignature:
             self.refused = True
             note("a graph runs without CUDA graphs, the set of its outputs with gradients keeps changing")
 
-    def replayed(self, function: Function, arguments: Sequence[Any]) -> Sequence[Any]:
-        """Replay a call."""
-        graphs = self.graphs
-        if not self.trained:
-            return graphs.outputs.assemble(graphs.forward(arguments), arguments)
-        trained = [arguments[index] for index in self.trained]
-        return graphs.outputs.assemble(Replay.apply(self, function, arguments, *trained), arguments)
-
 
 def _versions(arguments: Sequence[Any]) -> dict[int, int]:
     tensors = ((index, a) for index, a in enumerate(arguments) if isinstance(a, Tensor))
@@ -174,7 +154,7 @@ class GraphRecording:
         """Return the new tensors among the outputs of a call."""
         with torch.no_grad():
             self.inputs.copy_from(arguments)
-            self.graphs.replay_forward()
+            self.graphs.first.replay()
             for index in self.writes:
                 if not arguments[index].is_inference():
                     increment_version(arguments[index])
@@ -185,85 +165,5 @@ class GraphRecording:
         with torch.no_grad():
             for number, seed in zip(self.outputs.wanted, self.seeds, strict=True):
                 seed.copy_(grads[number])
-            self.graphs.replay_backward()
+            self.graphs.second.replay()
             return self.gradients.take()
-
-
-class Forward:
-    """A token for a forward. It is alive as long as the backward may still run."""
-
-
-class Replay(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, signature: CallSignature, function: Function, arguments: Sequence[Any], *trained: Tensor
-    ) -> tuple[Tensor, ...]:
-        graphs = signature.graphs
-        ctx.set_materialize_grads(False)
-        ctx.signature, ctx.graphs, ctx.arguments = signature, graphs, arguments
-        ctx.function, ctx.before = function, Writes()
-        ctx.before.note([arguments[index] for index in function.writes])
-        ctx.forward = Forward()
-        signature.waiting = weakref.ref(ctx.forward)
-        ctx.random, ctx.autocast = random_state(trained[0].device), autocast_now(trained[0].device.type)
-        ctx.read = _noted([arguments[index] for index in graphs.inputs.unchanged])
-        outputs = graphs.forward(arguments)
-        ctx.watched = _noted([arguments[index] for index in graphs.watched])
-        # autograd frees a saved tensor after the last backward
-        ctx.save_for_backward(torch.empty(0, dtype=torch.float32, device="cpu"))
-        ctx.mark_non_differentiable(*(outputs[number] for number in graphs.outputs.without))
-        return tuple(outputs)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        signature, graphs, _ = ctx.signature, ctx.graphs, ctx.saved_tensors
-        given = [number for number, grad in enumerate(grads) if grad is not None]
-        if not given:
-            return None, None, None, *(None for _ in signature.trained)
-        is_last = signature.waiting is not None and signature.waiting() is ctx.forward
-        if given != graphs.outputs.wanted:
-            # zeros for the other outputs would be wrong: parameters without a gradient would get zeros
-            signature.record_for({graphs.outputs.tensors[number] for number in given}, ctx.function.note)
-        if given != graphs.outputs.wanted or not is_last or torch.is_grad_enabled() or batches_gradients():
-            return None, None, None, *_computed_again(ctx, grads)
-        _check_unchanged(ctx.watched)
-        found = graphs.backward(grads)
-        signature.waiting = None  # another forward may now overwrite the memory of this one
-        return None, None, None, *found
-
-
-def _noted(tensors: Sequence[Tensor]) -> list[tuple[Tensor, int, int]]:
-    """Note version and address of tensors, to detect writes and moves before the backward."""
-    return [(tensor, version, tensor.data_ptr()) for tensor, version in versions_of(tensors)]
-
-
-def _check_unchanged(noted: Sequence[tuple[Tensor, int, int]]) -> None:
-    check_unwritten([(tensor, version) for tensor, version, _ in noted])
-    for tensor, _, address in noted:
-        if tensor.data_ptr() != address:
-            raise RuntimeError(
-                f"expected a tensor of shape {list(tensor.shape)} at the address of the forward, got a new "
-                "one before the backward of a CUDA graph; assign to .data after the backward, or convert "
-                "with graphs=False"
-            )
-
-
-def _computed_again(ctx: Any, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-    """Compute gradients of a replayed call by a rerun of the function, with its autocast and random state.
-
-    Reruns serve a second backward, a differentiated backward, and outputs without recorded gradients.
-    """
-    _check_unchanged(ctx.read)
-    recorded, writes = torch.is_grad_enabled(), ctx.function.writes
-    with as_it_was(ctx.arguments, writes), torch.enable_grad():
-        set_random_state(ctx.arguments[ctx.signature.trained[0]].device, ctx.random)
-        ctx.before.undo()
-        with torch.autocast(**ctx.autocast):
-            outputs, trained = call_on_views(ctx.function.run, ctx.arguments, ctx.signature.trained)
-        pairs = [
-            (outputs[index], grad)
-            for index, grad in zip(ctx.graphs.outputs.tensors, grads, strict=True)
-            if grad is not None
-        ]
-        used, given = zip(*pairs, strict=True)
-        return gradients_of(used, trained, given, create_graph=recorded)

@@ -11,35 +11,32 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 
-from te_transform.backends.limits import on_kernels_device
-from te_transform.backends.tracing import in_backward, recorded, saving_hooks
-from te_transform.execution.console import status
-from te_transform.execution.cuda_graph_pair import noting_waits, stream_now
-from te_transform.execution.distances import distance
+from te_transform.backends.joined import check_unwritten, versions_of
+from te_transform.backends.tracing import batches_gradients, in_backward, recorded, saving_hooks
+from te_transform.execution.cuda_graph_pair import stream_now
 from te_transform.execution.graph_recording import CallSignature, Function, GraphRecording
-from te_transform.execution.rerun import as_it_was, call_on_views, copy_of, gradients_of, trained_among
-from te_transform.graph.errors import in_a_line
+from te_transform.execution.recording_check import record_call
+from te_transform.execution.rerun import (
+    as_it_was,
+    autocast_now,
+    call_on_views,
+    gradients_of,
+    random_state,
+    set_random_state,
+    trained_among,
+)
+from te_transform.execution.writes import Writes
 
 log = logging.getLogger(__name__)
 
 WARM_UPS = 2  # calls before a recording: they load kernels, make plans and show which outputs get gradients
 MAX_SIGNATURES = 8  # the maximum number of recordings: each holds the memory of a whole step
-# The maximum relative difference of a replay from the function. Some kernels add in any order.
-DIFFERENT = 0.02
-# The maximum number of reruns of the function, which measure its rounding if a replay differs by more. A few
-# reruns are not enough: the gradient of a key's bias consists of rounding only. It is 10% off for some of
-# cuDNN's summation orders, and some orders are rare.
-REPEATS = 16
-
-_RECORDING = threading.RLock()  # all threads share PyTorch's capture stream
 _LISTING = threading.Lock()  # guards iteration over `_ALL`
 
 
@@ -70,7 +67,15 @@ class Replayed:
                 return self._refused(signature, why, arguments)
             if self.is_divided and not self._lies(signature.graphs, arguments):
                 return self.function.run(*arguments)
-            return signature.replayed(self.function, arguments)
+            return self._replay(signature, arguments)
+
+    def _replay(self, signature: CallSignature, arguments: Sequence[Any]) -> Sequence[Any]:
+        graphs = signature.graphs
+        if not signature.trained:
+            return graphs.outputs.assemble(graphs.forward(arguments), arguments)
+        trained = [arguments[index] for index in signature.trained]
+        found = Replay.apply(signature, self.function, arguments, *trained)
+        return graphs.outputs.assemble(found, arguments)
 
     def _lies(self, graphs: GraphRecording, arguments: Sequence[Any]) -> bool:
         """Return True if static inputs kept their addresses."""
@@ -119,28 +124,12 @@ class Replayed:
                 self.signatures.pop(key, None)
 
     def _record(self, signature: CallSignature, arguments: Sequence[Any]) -> str | None:
-        """Record a call and compare the recording with the function.
-
-        Returns:
-            Why such calls cannot be replayed, or None.
-        """
+        """Record a call. Return why such calls cannot be replayed, or None."""
         with _LISTING:
             everyone = list(_ALL)
         for each in everyone:  # if parameters moved, this graph may replace an older one
             each.forget_moved()
-        why = _why_not_recorded(arguments)
-        if not signature.writes <= {*self.function.changes}:
-            why = "it writes to tensors that its operations do not name"
-        why = self.function.agreed(why)
-        if why is None:
-            try:
-                with status("recording CUDA graphs"), _RECORDING:
-                    signature.graphs, why = _record_and_compare(self.function, signature, arguments)
-            except Exception as error:
-                why = _why(error)
-        if why is not None:
-            signature.graphs = None
-        return why
+        return record_call(self.function, signature, arguments)
 
     def _refused(self, signature: CallSignature, why: str, arguments: Sequence[Any]) -> Sequence[Any]:
         """Run the function, now and for all later calls with this signature.
@@ -159,142 +148,86 @@ class Replayed:
 _ALL: weakref.WeakSet[Replayed] = weakref.WeakSet()
 
 
-def _why(error: Exception) -> str:
-    """Return an error in one line."""
-    log.debug("the traceback of this error", exc_info=error)
-    return in_a_line(error)
-
-
 def _is_recorded_by_others() -> bool:
     """Return True if the call belongs to an outer CUDA graph or a checkpoint."""
     return recorded() or saving_hooks() or in_backward()
 
 
-def _why_not_recorded(arguments: Sequence[Any]) -> str | None:
-    """Return why a call with such arguments cannot be recorded, or None."""
-    devices = set()
-    for argument in arguments:
-        if isinstance(argument, torch.Generator):
-            return "it has a random generator as an argument"
-        if isinstance(argument, Tensor):
-            if type(argument) not in (Tensor, torch.nn.Parameter):
-                return f"it reads a {type(argument).__name__}"
-            if not on_kernels_device(argument):
-                return f"it reads a tensor on {argument.device.type}"
-            devices.add(argument.device)
-    return None if len(devices) == 1 else f"it reads tensors on {len(devices)} GPUs"
+class Forward:
+    """A token for a forward. It is alive as long as the backward may still run."""
 
 
-def _record_and_compare(
-    function: Function, signature: CallSignature, arguments: Sequence[Any]
-) -> tuple[GraphRecording | None, str | None]:
-    """Record a call and compare it with the function. Returns the recording, or why there is none."""
-    held = [
-        argument if static_inputs or not isinstance(argument, Tensor) else copy_of(argument)
-        for argument, static_inputs in zip(arguments, function.static_inputs, strict=True)
-    ]
-    saved: list[Tensor] = []
-    with as_it_was(held, function.changes), noting_waits() as waits:
-        with saved_tensors_hooks(partial(_noted_in, saved), lambda tensor: tensor):
-            outputs, trained = call_on_views(function.run, held, signature.trained)
-        if (why := _unfit_outputs(outputs, held)) is not None:  # the same on every rank
-            return None, why
-        seeds = {index: torch.randn_like(outputs[index]) for index in sorted(signature.wanted)}
-        expected = _with_gradients(outputs, trained, seeds)
-    recorded = None
-    if waits:
-        why = f"it synchronizes with the GPU: {waits[0]}"
-    else:
-        try:
-            with as_it_was(held, function.changes):
-                recorded = GraphRecording(function, signature, held, outputs)
-                if function.ranks is not None:
-                    function.ranks.freed_before_end(recorded.graphs)
-        except Exception as error:
-            why = _why(error)
-    if (why := function.agreed(why)) is not None or recorded is None:
-        return None, why
-    recorded.watch(saved)
-    del outputs, trained, saved
-    with as_it_was(held, function.changes):
-        recorded.gradients.is_free(())
-        found = recorded.outputs.assemble(recorded.forward(arguments), held)
-        if signature.trained:
-            found += recorded.backward([seeds.get(index) for index in recorded.outputs.tensors])
-        off = [*map(distance, found, expected)]
-        del found
-    rerun = partial(_distances, function, signature, held, seeds, expected)
-    why = _beyond_rounding(function, rerun, off)
-    return (recorded if why is None else None), why
+class Replay(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, signature: CallSignature, function: Function, arguments: Sequence[Any], *trained: Tensor
+    ) -> tuple[Tensor, ...]:
+        graphs = signature.graphs
+        ctx.set_materialize_grads(False)
+        ctx.signature, ctx.graphs, ctx.arguments = signature, graphs, arguments
+        ctx.function, ctx.before = function, Writes()
+        ctx.before.note([arguments[index] for index in function.writes])
+        ctx.forward = Forward()
+        signature.waiting = weakref.ref(ctx.forward)
+        ctx.random, ctx.autocast = random_state(trained[0].device), autocast_now(trained[0].device.type)
+        ctx.read = _noted([arguments[index] for index in graphs.inputs.unchanged])
+        outputs = graphs.forward(arguments)
+        ctx.watched = _noted([arguments[index] for index in graphs.watched])
+        # autograd frees a saved tensor after the last backward
+        ctx.save_for_backward(torch.empty(0, dtype=torch.float32, device="cpu"))
+        ctx.mark_non_differentiable(*(outputs[number] for number in graphs.outputs.without))
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        signature, graphs, _ = ctx.signature, ctx.graphs, ctx.saved_tensors
+        given = [number for number, grad in enumerate(grads) if grad is not None]
+        if not given:
+            return None, None, None, *(None for _ in signature.trained)
+        is_last = signature.waiting is not None and signature.waiting() is ctx.forward
+        if given != graphs.outputs.wanted:
+            # zeros for the other outputs would be wrong: parameters without a gradient would get zeros
+            signature.record_for({graphs.outputs.tensors[number] for number in given}, ctx.function.note)
+        if given != graphs.outputs.wanted or not is_last or torch.is_grad_enabled() or batches_gradients():
+            return None, None, None, *_computed_again(ctx, grads)
+        _check_unchanged(ctx.watched)
+        found = graphs.backward(grads)
+        signature.waiting = None  # another forward may now overwrite the memory of this one
+        return None, None, None, *found
 
 
-def _beyond_rounding(
-    function: Function, rerun: Callable[[], list[float]], off: Sequence[float]
-) -> str | None:
-    """Return a sentence if a result of a recording differs from the function by more than rounding, or None.
+def _noted(tensors: Sequence[Tensor]) -> list[tuple[Tensor, int, int]]:
+    """Note version and address of tensors, to detect writes and moves before the backward."""
+    return [(tensor, version, tensor.data_ptr()) for tensor, version in versions_of(tensors)]
 
-    FP8 rounds coarsely, and kernels that add in any order round differently in each call. An embedding's
-    gradients add thousands of bf16 numbers to one row and differ by several percent.
+
+def _check_unchanged(noted: Sequence[tuple[Tensor, int, int]]) -> None:
+    check_unwritten([(tensor, version) for tensor, version, _ in noted])
+    for tensor, _, address in noted:
+        if tensor.data_ptr() != address:
+            raise RuntimeError(
+                f"expected a tensor of shape {list(tensor.shape)} at the address of the forward, got a new "
+                "one before the backward of a CUDA graph; assign to .data after the backward, or convert "
+                "with graphs=False"
+            )
+
+
+def _computed_again(ctx: Any, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+    """Compute gradients of a replayed call by a rerun of the function, with its autocast and random state.
+
+    Reruns serve a second backward, a differentiated backward, and outputs without recorded gradients.
     """
-    allowed = [DIFFERENT] * len(off)
-    for _ in range(REPEATS):
-        if function.agreed(_too_far(off, allowed)) is None:
-            return None
-        allowed = [*map(max, allowed, [2 * each for each in rerun()])]
-    return function.agreed(_too_far(off, allowed))
-
-
-def _too_far(off: Sequence[float], allowed: Sequence[float]) -> str | None:
-    """Return a sentence about the result with the largest excess over its allowed distance, or None."""
-    each, most = max(zip(off, allowed, strict=True), key=lambda pair: pair[0] / pair[1])
-    if each <= most:
-        return None
-    return f"the recording computes other numbers, off by {each:.2g} where rounding is {most:.2g}"
-
-
-def _distances(
-    function: Function,
-    signature: CallSignature,
-    held: list[Any],
-    seeds: Mapping[int, Tensor],
-    expected: Sequence[Any],
-) -> list[float]:
-    """Return how far a rerun of the function with perturbed gradients is from its first results."""
-    with as_it_was(held, function.changes):
-        outputs, trained = call_on_views(function.run, held, signature.trained)
-        rounded = {index: _rounded_otherwise(seed) for index, seed in seeds.items()}
-        return [*map(distance, _with_gradients(outputs, trained, rounded), expected)]
-
-
-def _rounded_otherwise(seed: Tensor) -> Tensor:
-    """Perturb each number by the rounding error of bf16."""
-    return seed * (1 + 2**-8 * (2 * torch.rand_like(seed) - 1))
-
-
-def _noted_in(saved: list[Tensor], tensor: Tensor) -> Tensor:
-    """Note a tensor that autograd saves."""
-    saved.append(tensor.detach())
-    return tensor
-
-
-def _with_gradients(
-    outputs: Sequence[Any], trained: Sequence[Tensor], seeds: Mapping[int, Tensor]
-) -> list[Any]:
-    """Return the outputs and the gradients of the trained arguments for these output gradients."""
-    found = [output.detach() if isinstance(output, Tensor) else output for output in outputs]
-    if not trained:
-        return found
-    used, given = [outputs[index] for index in seeds], [*seeds.values()]
-    return [*found, *gradients_of(used, trained, given)]
-
-
-def _unfit_outputs(outputs: Sequence[Any], arguments: Sequence[Any]) -> str | None:
-    """Return why these outputs cannot be returned as copies, or None."""
-    given = {a.untyped_storage()._cdata for a in arguments if isinstance(a, Tensor)}
-    themselves = set(map(id, arguments))
-    tensors = [out for out in outputs if isinstance(out, Tensor) and id(out) not in themselves]
-    if any(tensor.untyped_storage()._cdata in given for tensor in tensors):
-        return "it returns memory of an argument"
-    if any(not on_kernels_device(tensor) for tensor in tensors) or not tensors:
-        return "it returns no tensor on the GPU, or also tensors on another device"
-    return None
+    _check_unchanged(ctx.read)
+    is_recorded, writes = torch.is_grad_enabled(), ctx.function.writes
+    with as_it_was(ctx.arguments, writes), torch.enable_grad():
+        set_random_state(ctx.arguments[ctx.signature.trained[0]].device, ctx.random)
+        ctx.before.undo()
+        with torch.autocast(**ctx.autocast):
+            outputs, trained = call_on_views(ctx.function.run, ctx.arguments, ctx.signature.trained)
+        pairs = [
+            (outputs[index], grad)
+            for index, grad in zip(ctx.graphs.outputs.tensors, grads, strict=True)
+            if grad is not None
+        ]
+        used, given = zip(*pairs, strict=True)
+        return gradients_of(used, trained, given, create_graph=is_recorded)

@@ -2,6 +2,7 @@
 
 import copy
 from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import te_transform
-from te_transform.execution import graph_recording, replayed
+from te_transform.execution import graph_recording, recording_check
 from tests.conversions import run
 from tests.executors.helpers import Deep
 from tests.gpu.zoo import error, gradients, hold_in_fp8, model_of, overwrite_free_memory, sample
@@ -23,18 +24,18 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Return the numbers of recordings and replays."""
     found: Counter[str] = Counter()
 
+    def counted(name: str, graph: torch.cuda.CUDAGraph) -> SimpleNamespace:
+        def replay() -> None:
+            found[name] += 1
+            graph.replay()
+
+        return SimpleNamespace(replay=replay, reset=graph.reset)
+
     class Counted(graph_recording.CudaGraphPair):
         def __init__(self, *arguments: Any):
             super().__init__(*arguments)
             found["recorded"] += 1
-
-        def replay_forward(self) -> None:
-            found["forward"] += 1
-            super().replay_forward()
-
-        def replay_backward(self) -> None:
-            found["backward"] += 1
-            super().replay_backward()
+            self.first, self.second = counted("forward", self.first), counted("backward", self.second)
 
     monkeypatch.setattr(graph_recording, "CudaGraphPair", Counted)
     return found
@@ -160,7 +161,7 @@ def test_a_recording_that_fails_leaves_random_numbers_and_memory_in_order(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """CUDA itself notices, where nothing was noticed before."""
-    monkeypatch.setattr(replayed, "noting_waits", lambda: NOTHING)
+    monkeypatch.setattr(recording_check, "noting_waits", lambda: NOTHING)
     test_a_call_that_waits_for_the_gpu_runs_without(Counter())
     torch.cuda.synchronize()
     before = torch.cuda.memory_reserved()

@@ -1,0 +1,187 @@
+"""Record a call, and compare the recording with the function."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from te_transform.backends.limits import on_kernels_device
+from te_transform.execution.console import status
+from te_transform.execution.cuda_graph_pair import noting_waits
+from te_transform.execution.distances import distance
+from te_transform.execution.graph_recording import CallSignature, Function, GraphRecording
+from te_transform.execution.rerun import as_it_was, call_on_views, copy_of, gradients_of
+from te_transform.graph.errors import in_a_line
+
+log = logging.getLogger(__name__)
+
+# The maximum relative difference of a replay from the function. Some kernels add in any order.
+DIFFERENT = 0.02
+# The maximum number of reruns of the function, which measure its rounding if a replay differs by more. A few
+# reruns are not enough: the gradient of a key's bias consists of rounding only. It is 10% off for some of
+# cuDNN's summation orders, and some orders are rare.
+REPEATS = 16
+
+_RECORDING = threading.RLock()  # all threads share PyTorch's capture stream
+
+
+def record_call(function: Function, signature: CallSignature, arguments: Sequence[Any]) -> str | None:
+    """Record a call and compare the recording with the function.
+
+    Returns:
+        Why such calls cannot be replayed, or None.
+    """
+    signature.graphs, why = None, _why_not_recorded(arguments)
+    if not signature.writes <= {*function.changes}:
+        why = "it writes to tensors that its operations do not name"
+    why = function.agreed(why)
+    if why is None:
+        try:
+            with status("recording CUDA graphs"), _RECORDING:
+                signature.graphs, why = _record_and_compare(function, signature, arguments)
+        except Exception as error:
+            why = _why(error)
+    return why
+
+
+def _why(error: Exception) -> str:
+    """Return an error in one line."""
+    log.debug("the traceback of this error", exc_info=error)
+    return in_a_line(error)
+
+
+def _why_not_recorded(arguments: Sequence[Any]) -> str | None:
+    """Return why a call with such arguments cannot be recorded, or None."""
+    devices = set()
+    for argument in arguments:
+        if isinstance(argument, torch.Generator):
+            return "it has a random generator as an argument"
+        if isinstance(argument, Tensor):
+            if type(argument) not in (Tensor, torch.nn.Parameter):
+                return f"it reads a {type(argument).__name__}"
+            if not on_kernels_device(argument):
+                return f"it reads a tensor on {argument.device.type}"
+            devices.add(argument.device)
+    return None if len(devices) == 1 else f"it reads tensors on {len(devices)} GPUs"
+
+
+def _record_and_compare(
+    function: Function, signature: CallSignature, arguments: Sequence[Any]
+) -> tuple[GraphRecording | None, str | None]:
+    """Record a call and compare it with the function. Returns the recording, or why there is none."""
+    held = [
+        argument if static_inputs or not isinstance(argument, Tensor) else copy_of(argument)
+        for argument, static_inputs in zip(arguments, function.static_inputs, strict=True)
+    ]
+    saved: list[Tensor] = []
+    with as_it_was(held, function.changes), noting_waits() as waits:
+        with saved_tensors_hooks(partial(_noted_in, saved), lambda tensor: tensor):
+            outputs, trained = call_on_views(function.run, held, signature.trained)
+        if (why := _unfit_outputs(outputs, held)) is not None:  # the same on every rank
+            return None, why
+        seeds = {index: torch.randn_like(outputs[index]) for index in sorted(signature.wanted)}
+        expected = _with_gradients(outputs, trained, seeds)
+    recorded = None
+    if waits:
+        why = f"it synchronizes with the GPU: {waits[0]}"
+    else:
+        try:
+            with as_it_was(held, function.changes):
+                recorded = GraphRecording(function, signature, held, outputs)
+                if function.ranks is not None:
+                    function.ranks.freed_before_end(recorded.graphs)
+        except Exception as error:
+            why = _why(error)
+    if (why := function.agreed(why)) is not None or recorded is None:
+        return None, why
+    recorded.watch(saved)
+    del outputs, trained, saved
+    with as_it_was(held, function.changes):
+        recorded.gradients.is_free(())
+        found = recorded.outputs.assemble(recorded.forward(arguments), held)
+        if signature.trained:
+            found += recorded.backward([seeds.get(index) for index in recorded.outputs.tensors])
+        off = [*map(distance, found, expected)]
+        del found
+    rerun = partial(_distances, function, signature, held, seeds, expected)
+    why = _beyond_rounding(function, rerun, off)
+    return (recorded if why is None else None), why
+
+
+def _beyond_rounding(
+    function: Function, rerun: Callable[[], list[float]], off: Sequence[float]
+) -> str | None:
+    """Return a sentence if a result of a recording differs from the function by more than rounding, or None.
+
+    FP8 rounds coarsely, and kernels that add in any order round differently in each call. An embedding's
+    gradients add thousands of bf16 numbers to one row and differ by several percent.
+    """
+    allowed = [DIFFERENT] * len(off)
+    for _ in range(REPEATS):
+        if function.agreed(_too_far(off, allowed)) is None:
+            return None
+        allowed = [*map(max, allowed, [2 * each for each in rerun()])]
+    return function.agreed(_too_far(off, allowed))
+
+
+def _too_far(off: Sequence[float], allowed: Sequence[float]) -> str | None:
+    """Return a sentence about the result with the largest excess over its allowed distance, or None."""
+    each, most = max(zip(off, allowed, strict=True), key=lambda pair: pair[0] / pair[1])
+    if each <= most:
+        return None
+    return f"the recording computes other numbers, off by {each:.2g} where rounding is {most:.2g}"
+
+
+def _distances(
+    function: Function,
+    signature: CallSignature,
+    held: list[Any],
+    seeds: Mapping[int, Tensor],
+    expected: Sequence[Any],
+) -> list[float]:
+    """Return how far a rerun of the function with perturbed gradients is from its first results."""
+    with as_it_was(held, function.changes):
+        outputs, trained = call_on_views(function.run, held, signature.trained)
+        rounded = {index: _rounded_otherwise(seed) for index, seed in seeds.items()}
+        return [*map(distance, _with_gradients(outputs, trained, rounded), expected)]
+
+
+def _rounded_otherwise(seed: Tensor) -> Tensor:
+    """Perturb each number by the rounding error of bf16."""
+    return seed * (1 + 2**-8 * (2 * torch.rand_like(seed) - 1))
+
+
+def _noted_in(saved: list[Tensor], tensor: Tensor) -> Tensor:
+    """Note a tensor that autograd saves."""
+    saved.append(tensor.detach())
+    return tensor
+
+
+def _with_gradients(
+    outputs: Sequence[Any], trained: Sequence[Tensor], seeds: Mapping[int, Tensor]
+) -> list[Any]:
+    """Return the outputs and the gradients of the trained arguments for these output gradients."""
+    found = [output.detach() if isinstance(output, Tensor) else output for output in outputs]
+    if not trained:
+        return found
+    used, given = [outputs[index] for index in seeds], [*seeds.values()]
+    return [*found, *gradients_of(used, trained, given)]
+
+
+def _unfit_outputs(outputs: Sequence[Any], arguments: Sequence[Any]) -> str | None:
+    """Return why these outputs cannot be returned as copies, or None."""
+    given = {a.untyped_storage()._cdata for a in arguments if isinstance(a, Tensor)}
+    themselves = set(map(id, arguments))
+    tensors = [out for out in outputs if isinstance(out, Tensor) and id(out) not in themselves]
+    if any(tensor.untyped_storage()._cdata in given for tensor in tensors):
+        return "it returns memory of an argument"
+    if any(not on_kernels_device(tensor) for tensor in tensors) or not tensors:
+        return "it returns no tensor on the GPU, or also tensors on another device"
+    return None
