@@ -1,6 +1,6 @@
-"""Compare single ops of models of 2026 on a GPU: TE's op and PyTorch's operations, forward and backward.
+"""Compare single ops of models of 2026 on a GPU: te_transform's and PyTorch's, forward and backward.
 
-    python benchmarks/single_ops.py [router pairs deepseek sequences] [--tokens 8192]
+    python benchmarks/single_ops.py [router pairs deepseek sequences products] [--tokens 8192]
 
 | op | from |
 | --- | --- |
@@ -8,6 +8,7 @@
 | pairs | a rotation of neighboring columns (GLM) |
 | deepseek | a rotation of neighboring columns, which moves them half a head apart (DeepSeek) |
 | sequences | a rotation by other angles in each sequence |
+| products | FP8 products of a layer of Llama 3 8B, by the fastest algorithm of cuBLAS, without a backward |
 
 Times are milliseconds of a forward and backward. Contenders take turns in one process. Nothing is asserted.
 """
@@ -17,6 +18,7 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import measure
 import torch
@@ -24,10 +26,11 @@ import transformer_engine.pytorch  # noqa: F401  before PyTorch loads a cuDNN of
 from command_line import positive
 from torch import Tensor
 
-from te_transform.backends import plain, te
+from te_transform.backends import cublas, plain, te
+from te_transform.backends.fp8.ops import multiply
 
 ROUNDS, STEPS, HEADS, WIDTH = 7, 20, 32, 128
-Step = Callable[[], None]
+Step = Callable[[], object]
 
 
 def main() -> None:
@@ -41,7 +44,7 @@ def main() -> None:
         for what, *steps in OPS[name](asked.tokens):
             original, ours = milliseconds(*steps)
             ratio = ours / original
-            print(f"{name}, {what}: {original:.3f} ms, TE's op {ours:.3f} ({ratio:.2f})", flush=True)
+            print(f"{name}, {what}: {original:.3f} ms, te_transform {ours:.3f} ({ratio:.2f})", flush=True)
 
 
 def milliseconds(*steps: Step) -> list[float]:
@@ -83,7 +86,20 @@ def deepseek(tokens: int) -> Iterator[tuple[str, Step, Step]]:
     yield f"{HEADS} heads of 64", *(trained(each, x, angles.repeat(1, 1, 2)) for each in (written, fused))
 
 
-OPS = {"router": router, "pairs": pairs, "deepseek": deepseek, "sequences": sequences}
+def products(tokens: int) -> Iterator[tuple[str, Step, Step]]:
+    one = torch.ones(1, device="cuda", dtype=torch.float32)
+    width, joined, gated, inner = 4096, 6144, 28672, 14336
+    weights = ((joined, width), (width, width), (gated, width), (width, inner))
+    of_inputs = ((tokens, ins, outs) for outs, ins in weights)
+    of_weights = ((*weight, tokens) for weight in weights)
+    for rows, columns, summed in (*((tokens, *weight) for weight in weights), *of_inputs, *of_weights):
+        a, b = (random(size, summed).detach().to(torch.float8_e4m3fn) for size in (rows, columns))
+        arguments = a, b, one, one, None, torch.bfloat16, True
+        ways = multiply, cublas.fastest_product
+        yield f"{rows} x {columns} x {summed}", *(partial(compute, *arguments) for compute in ways)
+
+
+OPS = {"router": router, "pairs": pairs, "deepseek": deepseek, "sequences": sequences, "products": products}
 
 
 def trained(op: Callable[..., Tensor], x: Tensor, *others: Tensor | None) -> Step:
