@@ -26,10 +26,9 @@ ALIGNMENT = 256  # bytes, of the operands for which cuBLAS proposes algorithms
 TIMED_ROUNDS, CALLS_A_ROUND = 4, 3  # of timed calls; the first round is dropped (cold caches)
 GAIN = 0.98  # another proposal must take less than this share of the first one's time
 
-_TYPES = {torch.float16: 2, torch.bfloat16: 14, torch.float32: 0} | {
-    torch.float8_e4m3fn: 28,
-    torch.float8_e5m2: 29,
-}
+_TYPES = {
+    torch.float32: 0, torch.float16: 2, torch.bfloat16: 14, torch.float8_e4m3fn: 28, torch.float8_e5m2: 29,
+}  # fmt: skip
 _COMPUTE_IN_FP32, _SCALES_IN_FP32 = 68, 0
 _TRANSPOSE_FIRST, _SCALE_OF_FIRST, _SCALE_OF_SECOND, _FAST_ACCUMULATION = 3, 17, 18, 25  # of a product
 _MAX_WORKSPACE = 1  # of a search
@@ -114,8 +113,10 @@ class TimedProduct:
 
     def takes(self, a: Tensor, b: Tensor) -> bool:
         """Return True if the algorithms are for these operands, and the fastest one is known or can be."""
-        is_aligned = not any(x.data_ptr() % ALIGNMENT or not x.is_contiguous() for x in (a, b))
-        return is_aligned and (self.fastest is not None or not torch.cuda.is_current_stream_capturing())
+        if any(x.data_ptr() % ALIGNMENT or not x.is_contiguous() for x in (a, b)):
+            return False
+        is_known = self.fastest is not None or not torch.cuda.is_current_stream_capturing()
+        return is_known and torch.cuda.current_device() == self.sizes.device
 
     def run(self, *operands: Tensor) -> Tensor:
         """Return the product of a and b, given with the inverses of their scales."""
@@ -131,16 +132,24 @@ class TimedProduct:
         times = [math.inf] * len(self.proposals)
         for timed_round in range(TIMED_ROUNDS):
             for index, proposal in enumerate(self.proposals):
-                began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                began.record()
-                for _ in range(CALLS_A_ROUND):
-                    self._launch(proposal, operands, out)
-                ended.record()
-                ended.synchronize()
+                taken = self._milliseconds(proposal, operands, out)
                 if timed_round:
-                    times[index] = min(times[index], began.elapsed_time(ended))
+                    times[index] = min(times[index], taken)
         best = min(range(len(times)), key=times.__getitem__)
         return self.proposals[best if times[best] < GAIN * times[0] else 0]
+
+    def _milliseconds(self, proposal: Proposal, operands: Sequence[Tensor], out: Tensor) -> float:
+        """Return the time of a round, or infinity if cuBLAS does not run its own proposal."""
+        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        began.record()
+        try:
+            for _ in range(CALLS_A_ROUND):
+                self._launch(proposal, operands, out)
+        except RuntimeError:
+            return math.inf
+        ended.record()
+        ended.synchronize()
+        return began.elapsed_time(ended)
 
     def _launch(self, proposal: Proposal, operands: Sequence[Tensor], out: Tensor) -> None:
         a, b, a_inverse, b_inverse = operands
