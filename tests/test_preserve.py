@@ -1,6 +1,7 @@
 """A model is bitwise what it was after whatever its forward does to what it holds."""
 
 import argparse
+import asyncio
 import contextlib
 import ctypes
 import decimal
@@ -10,19 +11,23 @@ import io
 import itertools
 import logging
 import mmap
+import os
 import random
 import string
+import sys
 import threading
 import warnings
 from array import array
 from collections import ChainMap, Counter, OrderedDict, UserDict, defaultdict, deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextvars import ContextVar
+from fractions import Fraction
 from graphlib import TopologicalSorter
 from multiprocessing import Value
 from pathlib import Path
 from queue import Queue, SimpleQueue
-from types import SimpleNamespace
+from types import CellType, ModuleType, SimpleNamespace
 from unittest.mock import Mock
 from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
 
@@ -347,6 +352,28 @@ def in_context() -> ContextVar[list[int]]:
     return variable
 
 
+class Counting(type):
+    """A metaclass that counts the objects of its classes."""
+
+    made = 0
+
+    def __call__(cls, *args: object) -> object:
+        Counting.made += 1
+        return super().__call__(*args)
+
+
+class Counted(metaclass=Counting):
+    called = 0
+
+
+LOOP = asyncio.new_event_loop()
+
+
+def done(future: object, result: object) -> object:
+    future.set_result(result)
+    return future
+
+
 # What makes an object, what a forward does to it, and what shows it.
 LIBRARY: dict[str, tuple[Callable, Callable, Callable]] = {
     "a queue": (Queue, lambda q: q.put(1), lambda q: (q.qsize(), q.unfinished_tasks)),
@@ -472,6 +499,75 @@ LIBRARY: dict[str, tuple[Callable, Callable, Callable]] = {
         lambda made: setattr(made, "template", "b"),
         lambda made: made.template,
     ),
+    "bytes of a storage": (
+        lambda: torch.arange(6.0).untyped_storage(),
+        lambda storage: storage.fill_(3),
+        lambda storage: storage.tolist(),
+    ),
+    "a storage that shrinks": (
+        lambda: torch.arange(6.0).untyped_storage(),
+        lambda storage: storage.resize_(4),
+        lambda storage: storage.tolist(),
+    ),
+    "a storage with a dtype": (
+        lambda: torch.TypedStorage(
+            wrap_storage=torch.ones(2).untyped_storage(), dtype=torch.float32, _internal=True
+        ),
+        lambda storage: storage._untyped_storage.fill_(0),
+        lambda storage: storage._untyped_storage.tolist(),
+    ),
+    "a closure's variable": (
+        lambda: CellType(1),
+        lambda cell: setattr(cell, "cell_contents", 2),
+        lambda cell: cell.cell_contents,
+    ),
+    "a closure's first value": (CellType, lambda cell: setattr(cell, "cell_contents", []), repr),
+    "a result of PyTorch": (
+        lambda: done(torch.futures.Future(), []),
+        lambda future: future.value().append(1),
+        lambda future: list(future.value()),
+    ),
+    "a result of asyncio": (
+        lambda: done(LOOP.create_future(), []),
+        lambda future: future.result().append(1),
+        lambda future: list(future.result()),
+    ),
+    "a future without a result": (Future, lambda future: future.set_result(1), lambda future: future.done()),
+    "a fraction": (
+        lambda: Fraction(1, 3),
+        lambda fraction: setattr(fraction, "_numerator", 2),
+        lambda fraction: fraction.numerator,
+    ),
+    "notes of an error": (
+        lambda: ValueError([]),
+        lambda error: (error.add_note("a"), error.args[0].append(1)),
+        lambda error: (getattr(error, "__notes__", None), list(error.args[0])),
+    ),
+    "arguments of an error": (
+        ValueError,
+        lambda error: setattr(error, "args", (1,)),
+        lambda error: error.args,
+    ),
+    "the cause of an error": (
+        ValueError,
+        lambda error: setattr(error, "__cause__", KeyError()),
+        lambda error: (error.__cause__, error.__suppress_context__),
+    ),
+    "the value of an error": (
+        StopIteration,
+        lambda error: setattr(error, "value", 1),
+        lambda error: error.value,
+    ),
+    "a counter of a metaclass": (
+        lambda: Counted,
+        lambda counted: counted(),
+        lambda counted: type(counted).made,
+    ),
+    "a counter of a base class": (
+        lambda: type("Derived", (Counted,), {}),
+        lambda derived: setattr(Counted, "called", 1),
+        lambda derived: Counted.called,
+    ),
     "a masked array": (
         lambda: numpy.ma.array([1.0, 2.0], mask=[False, True]),
         lambda a: a.__setitem__(1, 5.0),
@@ -492,6 +588,25 @@ def test_objects_of_libraries_are_put_back(name: str) -> None:
     assert not noted.unsaved()
     assert model.held is value
     assert read(value) == before
+
+
+SETTINGS: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
+    "recursion limit": (lambda: sys.setrecursionlimit(sys.getrecursionlimit() + 1), sys.getrecursionlimit),
+    "default dtype": (lambda: torch.set_default_dtype(torch.float64), torch.get_default_dtype),
+    "print options": (lambda: torch.set_printoptions(precision=7), lambda: repr(torch.ones(1) / 3)),
+    "gradients": (lambda: torch.set_grad_enabled(False), torch.is_grad_enabled),
+    "environment": (lambda: os.environ.update(CALLED="1"), lambda: dict(os.environ)),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_settings_of_the_process_are_put_back(name: str) -> None:
+    write, read = SETTINGS[name]
+    before = read()
+    with preserved(nn.Linear(2, 2)):
+        write()
+        assert read() != before
+    assert read() == before
 
 
 def test_deep_values_are_restored() -> None:
@@ -529,6 +644,25 @@ def test_variables_of_the_module_of_code_are_put_back() -> None:
         model(torch.ones(1, 2))
         assert (CALLS, NEW, SEEN) == (1, 1, [1])
     assert (CALLS, "NEW" in globals(), SEEN, STEPS is steps, repr(STEPS)) == (0, False, [], True, "count(0)")
+
+
+class CountsInItsModule(nn.Linear):
+    """Counts in a Python module that it holds."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.counting.calls += 1
+        self.counting.seen.append(1)
+        return super().forward(x)
+
+
+def test_variables_of_a_held_module_are_put_back() -> None:
+    model = CountsInItsModule(2, 2)
+    model.counting = counting = ModuleType("counting")
+    counting.calls, counting.seen = 0, []
+    with preserved(model):
+        model(torch.ones(1, 2))
+        assert (counting.calls, counting.seen) == (1, [1])
+    assert (counting.calls, counting.seen) == (0, [])
 
 
 class Backward(nn.Linear):
@@ -574,12 +708,19 @@ def test_writes_of_a_refused_forward_are_restored() -> None:
 def test_errors_name_the_path_of_values_that_cannot_be_restored(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(2, 2))
     model[0].source = {"a": [(number for number in range(3))]}
+    model.waiting = [torch.futures.Future(), LOOP.create_future()]
+    model.iterators = numpy.nditer(numpy.ones(2)), numpy.ones(2).flat, numpy.ndenumerate(numpy.ones(2))
     model.pair, model.lock, model.log = (itertools.count(),), threading.Lock(), logging.getLogger("a")
     with open(tmp_path / "log", "w") as model.file, preserved(model) as noted:
         assert sorted(noted.unsaved()) == [
             "0.source['a'][0] is a generator, which cannot be copied",
             "file is a TextIOWrapper, which has state outside of this process",
+            "iterators[0] is a nditer, which cannot be copied",
+            "iterators[1] is a flatiter, which cannot be copied",
+            "iterators[2].iter is a flatiter, which cannot be copied",
             "pair[0] is a count, which a tuple holds",
+            "waiting[0] is a Future, which cannot be reset",
+            "waiting[1] is a Future, which cannot be reset",
         ]
 
 

@@ -186,7 +186,8 @@ def has_slots(kind: type) -> bool:
 
 
 def _slots(kind: type) -> Iterator[Any]:
-    own = (vars(each) for each in kind.__mro__ if "__slots__" in vars(each) or each is defaultdict)
+    in_c = defaultdict, BaseException
+    own = (vars(each) for each in kind.__mro__ if "__slots__" in vars(each) or issubclass(each, in_c))
     return (held for names in own for held in names.values() if isinstance(held, types.MemberDescriptorType))
 
 

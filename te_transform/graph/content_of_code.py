@@ -19,7 +19,8 @@ _HOLDERS = frozenset(
     (
         "types", "argparse", "collections", "queue", "threading", "weakref", "_weakrefset", "unittest.mock",
         "configparser", "contextlib", "tempfile", "functools", "multiprocessing.sharedctypes",
-        "asyncio.queues", "graphlib", "sched", "string", "torch.quasirandom",
+        "asyncio.queues", "graphlib", "sched", "string", "torch.quasirandom", "torch.storage", "fractions",
+        "concurrent.futures._base",
     )
 )  # fmt: skip
 _HOLDING_PACKAGES = "torch.amp.", "torch.distributions."
@@ -61,7 +62,7 @@ class OfClass(Named):
         super().__init__(value)
         self.root = f"{value.__module__}.{value.__qualname__}"
         self.names = self.now()
-        self.inside = self.names.values()
+        self.inside = [*self.names.values(), *value.__mro__, *type(value).__mro__]
         held = vars(value).items()
         self.methods = [(name, function) for name, x in held for function in _attribute_functions(x)]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import ctypes
 import decimal
@@ -208,6 +209,50 @@ def _of_file(value: io.IOBase) -> Content | None:
     return Unsaved(value, _EXTERNAL_STATE)
 
 
+def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _set_storage(value: torch.UntypedStorage, state: torch.Tensor) -> None:
+    if value.nbytes() != state.nbytes:
+        value.resize_(state.nbytes)
+    _bytes_of(value).copy_(state)
+
+
+def _of_future(value: Any) -> Content:
+    if not value.done():
+        return Unsaved(value, "which cannot be reset")
+    content = Content(value)
+    with contextlib.suppress(BaseException):  # the future has an error instead of a result
+        content.inside = [value.value() if isinstance(value, torch.futures.Future) else value.result()]
+    return content
+
+
+def _in_cell(value: types.CellType) -> list[Any]:
+    try:
+        return [value.cell_contents]
+    except ValueError:  # the variable has no value
+        return []
+
+
+def _set_cell(value: types.CellType, state: list[Any]) -> None:
+    del value.cell_contents
+    for held in state:
+        value.cell_contents = held
+
+
+_OF_ERROR = "args", "__cause__", "__context__", "__traceback__"
+
+
+def _in_error(value: BaseException) -> list[Any]:
+    return [getattr(value, name) for name in _OF_ERROR]
+
+
+def _set_error(value: BaseException, state: list[Any]) -> None:
+    for name, held in zip(_OF_ERROR, state, strict=True):
+        setattr(value, name, held)
+
+
 def _by(*how: Callable[..., Any], **more: Callable[..., Any]) -> Callable[[Any], Content]:
     """Return the function that takes a snapshot with these arguments of Whole."""
     return lambda value: Whole(value, *how, **more)
@@ -221,6 +266,10 @@ _LIBRARY_READERS: tuple[tuple[tuple[type, ...], Callable[[Any], Content | None]]
     ((queue.SimpleQueue,), _by(_queued, _fill, is_same=are_the_same, leads=_queued)),
     ((ctypes._SimpleCData,), _by(lambda v: v.value, lambda v, state: setattr(v, "value", state))),
     ((ctypes.Array, ctypes.Structure, ctypes.Union), _by(_memory, _set_memory)),
+    ((torch.UntypedStorage,), _by(lambda v: _bytes_of(v).clone(), _set_storage, is_same=torch.equal)),
+    ((torch.futures.Future, asyncio.Future), _of_future),
+    ((types.CellType,), _by(_in_cell, _set_cell, is_same=are_the_same, leads=_in_cell)),
+    ((BaseException,), _by(_in_error, _set_error, is_same=are_the_same, leads=_in_error)),
     ((torch.Generator,), _by(torch.Generator.get_state, torch.Generator.set_state, is_same=torch.equal)),
     ((random.SystemRandom,), lambda value: None),  # without a state
     ((random.Random,), _by(lambda v: v.getstate(), lambda v, state: v.setstate(state))),
@@ -233,6 +282,8 @@ def _reader_of_numpy(kind: type, numpy: Any) -> Callable[[Any], Content] | None:
     """Return the function that takes a snapshot of objects of a class of numpy, or None."""
     if issubclass(kind, numpy.ndarray):
         return OfArray
+    if kind.__module__ == "numpy" and hasattr(kind, "__next__") and not kind.__dictoffset__:
+        return Unsaved
     if issubclass(kind, numpy.random.RandomState):
         read, write = partial(kind.get_state, legacy=False), kind.set_state
     elif issubclass(kind, (numpy.random.Generator, numpy.random.BitGenerator)):

@@ -14,7 +14,7 @@ from contextvars import ContextVar
 from typing import Any, ParamSpec, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, _tensor_str, nn
 
 from te_transform.graph.bits import same_bits
 from te_transform.graph.state_snapshot import Noted, is_plain
@@ -107,9 +107,10 @@ def _put_numbers_back(parameter: nn.Parameter, numbers: Tensor) -> None:
 @contextlib.contextmanager
 def same_state(model: nn.Module) -> Iterator[Noted]:
     """Restore what a forward changes: it may update running statistics, count calls or keep tensors."""
-    before, environment = Noted(model), dict(os.environ)
+    before = Noted(model)
     with contextlib.ExitStack() as afterwards:
-        afterwards.callback(_put_back_environment, environment)
+        for read, write in _SETTINGS:
+            afterwards.callback(write, read())
         for content in before.contents:
             afterwards.callback(content.put_back)
         before.lend_copies()
@@ -120,6 +121,20 @@ def _put_back_environment(before: dict[str, str]) -> None:
     if os.environ != before:
         os.environ.clear()
         os.environ.update(before)
+
+
+def _put_back_print_options(before: dict[str, Any]) -> None:
+    vars(_tensor_str.PRINT_OPTS).update(before)
+
+
+_SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
+    (lambda: dict(os.environ), _put_back_environment),
+    (lambda: dict(vars(_tensor_str.PRINT_OPTS)), _put_back_print_options),
+    (sys.getrecursionlimit, sys.setrecursionlimit),
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (torch.is_grad_enabled, torch.set_grad_enabled),
+)
+"""Functions that read and write the settings of the process that a forward may change."""
 
 
 @contextlib.contextmanager

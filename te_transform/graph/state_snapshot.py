@@ -146,6 +146,9 @@ class Noted:
     def _note(self, value: Any) -> None:
         if isinstance(value, types.FunctionType):
             self._enter(value)
+        elif isinstance(value, types.ModuleType):
+            for variables, name in self._code.add_module(value):
+                self._note_variable(variables, name)
         elif id(value) not in self._found:
             self._found[id(value)] = None
             for kind in self._kinds_of(type(value)):
@@ -197,8 +200,7 @@ class Noted:
             content = self._of_modules[id(variables)] = OfModule(variables)
             self.contents.append(content)
         if isinstance(held := content.note(name), types.ModuleType):
-            for more, of_module in self._code.add_module(held):
-                self._note_variable(more, of_module)
+            self._note(held)
         elif not isinstance(held, (type, types.FunctionType)) or self._code.follows(home_of(held)):
             self._lead(content, (held,))
             self._pending += constructors_of(held) if isinstance(held, type) else ()
@@ -235,6 +237,7 @@ _LEADS = (
 _SNAPSHOT_CLASSES: tuple[tuple[tuple[type, ...], _Kind], ...] = (
     ((type,), _of_class),
     ((types.FunctionType,), OfFunction),
+    ((types.ModuleType,), Content),
     ((dict, list, set, deque), Items),
     (_LEADS, Leads),
     ((Tensor,), TensorContent),
@@ -248,7 +251,7 @@ def _kinds_of(kind: type) -> tuple[_Kind, ...]:
     of_items = next(
         (content for kinds, content in _SNAPSHOT_CLASSES if issubclass(kind, kinds)), None
     ) or kind_of(kind)
-    has_attributes = issubclass(kind, (nn.Module, threading.local)) or (
+    has_attributes = issubclass(kind, (nn.Module, threading.local, BaseException)) or (
         (kind.__dictoffset__ or has_slots(kind)) and holds_values(kind)
     )
     is_plain = kind in _PLAIN_CONTAINERS or issubclass(kind, _WITHOUT_ATTRIBUTES)
