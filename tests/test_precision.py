@@ -6,6 +6,7 @@ import itertools
 import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -20,6 +21,7 @@ from te_transform.backends.fp8.current_model import is_evaluating
 from te_transform.backends.fp8.precision import Precision
 from te_transform.backends.fp8.registry import state_of
 from tests import stand_in
+from tests.attacks import named
 from tests.ranks import WIDTH, Block
 
 STATE = stand_in.FP8GlobalStateManager.quantization_state
@@ -198,6 +200,34 @@ def test_activation_checkpointing_is_a_part_of_the_same_step(recipe: str, reentr
     )
     kernels = [k for p in inside.parameters() for k in state_of(p).kernels.values()]
     assert sum(kernel.in_fp8 for kernel in kernels) == 3  # of the block: q and k, o, the MLP
+
+
+def scales_after_steps(inside: bool | None, around: bool | None) -> tuple[Tensor, Tensor]:
+    """Return the scales and the gradients after three steps, each with two forwards and one in between."""
+    fused, found = converted("fp8-delayed").train(), []
+    for number in range(3):
+        fused.reentrant = inside if number else None  # the first scales are those without checkpoints
+        call = fused if not number or around is None else partial(checkpoint, fused, use_reentrant=around)
+        losses = [
+            call(inputs(seed).mul_(3**seed).requires_grad_()).float().square().mean() for seed in (0, 1)
+        ]
+        fused(inputs(2).requires_grad_()).float().square().mean().backward()
+        fused.zero_grad()
+        sum(losses).backward()
+        found.append(all_of({name: parameter.grad for name, parameter in fused.named_parameters()}))
+    kernels = [kernel for p in fused.parameters() for kernel in state_of(p).kernels.values()]
+    scales = [state.scale for kernel in kernels for state in kernel.delayed().values()]
+    return torch.cat(scales), torch.cat(found)
+
+
+def test_reentrant_checkpoints_update_scales_once_per_forward() -> None:
+    scales, gradients = scales_after_steps(None, None)
+    assert scales.unique().numel() > 8
+    for inside, around in ((True, None), (None, True), (True, True)):
+        with named(f"{inside} {around}"):
+            found = scales_after_steps(inside, around)
+            assert torch.equal(found[0], scales)
+            assert torch.equal(found[1], gradients)
 
 
 @pytest.mark.parametrize(

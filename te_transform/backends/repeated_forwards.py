@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 from weakref import WeakValueDictionary
@@ -30,10 +30,12 @@ class ForwardNodes:
     Attributes:
         start: the number of the first node.
         end: the number after the last node.
+        needs_update: True if no module of the forward updates the scales of gradients in its own backward.
     """
 
     start: int = field(default_factory=next_node)
     end: float = math.inf
+    needs_update: bool = False
 
     def close(self) -> None:
         """Note the end of the forward."""
@@ -64,31 +66,55 @@ class RepeatingNode(NamedTuple):
 
 
 class RunningBackward:
-    """A running backward, with the node for which its last checkpoint repeats. Autograd alone holds it."""
+    """A running backward. Autograd alone holds it.
+
+    A reentrant checkpoint runs a backward of its own within the backward, which counts as a part of it.
+
+    Attributes:
+        task: autograd's number of the backward.
+        node: the node for which its last checkpoint repeats, or None.
+        has_ended: True after the backward.
+    """
 
     def __init__(self, task: int):
         self.task, self.node, self.has_ended = task, None, False
+        self._forward: ForwardNodes | None = None
+        self._update: Callable[[], None] | None = None
+
+    def after(self, forward: ForwardNodes | None, update: Callable[[], None]) -> None:
+        """Call `update` when the backward of `forward` ends: before that of another one, or at the end."""
+        if self._update is not None and self._forward is not forward:
+            self._update()
+        self._forward, self._update = forward, update
 
     def __call__(self) -> None:
         """Note the end of the backward."""
         self.has_ended = True
+        if self._update is not None:
+            self._update()
 
 
 _backwards: WeakValueDictionary[int, RunningBackward] = WeakValueDictionary()  # by thread
 
 
+def running_backward() -> RunningBackward:
+    """Return the running backward, the outermost one if reentrant checkpoints run others within it."""
+    thread = threading.get_ident()
+    backward = _backwards.get(thread)
+    if backward is None or backward.has_ended:
+        backward = _backwards[thread] = RunningBackward(torch._C._current_graph_task_id())
+        Variable._execution_engine.queue_callback(backward)
+    return backward
+
+
 def repeating_node() -> RepeatingNode:
     """Return the node for which a checkpoint repeats the current call, within a backward.
 
-    A reentrant checkpoint runs a backward of its own within the backward. Checkpoints in it repeat the same
-    forward, whose node is that of the outer backward.
+    Checkpoints in the backward of a reentrant checkpoint repeat the same forward, whose node is that of the
+    outermost backward.
     """
-    thread, task = threading.get_ident(), torch._C._current_graph_task_id()
-    backward = _backwards.get(thread)
-    if backward is None or backward.has_ended:
-        backward = _backwards[thread] = RunningBackward(task)
-        Variable._execution_engine.queue_callback(backward)
-    if backward.task == task:
+    backward = running_backward()
+    if backward.task == torch._C._current_graph_task_id():
         node = torch._C._current_autograd_node()
         is_reentrant = isinstance(node, BackwardCFunction) and not recomputes()
         backward.node = RepeatingNode(node._sequence_nr(), is_reentrant)

@@ -39,8 +39,8 @@ def running(
     name_parameters: Callable[[], None],
     forget_changed: Callable[[], None] | None = None,
     token: Any = None,
-) -> Iterator[None]:
-    """Tell ops which model runs.
+) -> Iterator[ForwardNodes]:
+    """Tell ops which model runs, and return the numbers of the nodes of its forward.
 
     Args:
         weights_stay: True if the weights are those of the last call unless their versions differ.
@@ -54,7 +54,7 @@ def running(
     model = _Model(weights_stay, token, name_parameters, forget_changed, forward := ForwardNodes())
     before = _running.set(model)
     try:
-        yield
+        yield forward
     finally:
         _running.reset(before)
         forward.close()

@@ -72,8 +72,15 @@ class Precision:
             names = partial(self._name_parameters, model)
             known = running(weights_stay, names, self._forget_changed, self.token)
             step = te.autocast(self.recipe)
-            with torch.set_grad_enabled(ends), step, torch.set_grad_enabled(gradients), small, known:
+            with (
+                torch.set_grad_enabled(ends),
+                step,
+                torch.set_grad_enabled(gradients),
+                small,
+                known as forward,
+            ):
                 yield
+                forward.needs_update = te.needs_update()
         finally:
             self.entered = False
 

@@ -18,6 +18,7 @@ from te_transform.backends.te.recipes import (
     forgetting_scales,
     is_delayed,
     multiple,
+    needs_update,
     recipe_now,
     recipe_of,
     scaling_of,
@@ -31,7 +32,7 @@ __all__ = [
     "ACTIVATIONS", "GATED_ACTIVATIONS", "GATES", "HAS_BIAS", "HAS_KERNELS", "NAME",
     "CrossEntropy", "DotProductAttention", "LayerNormLinear", "LayerNormMLP", "Linear",
     "PaddedLinear", "Rotary", "WideLinear", "autocast", "forgetting_scales", "is_delayed", "multiple",
-    "recipe_now", "recipe_of", "scaling_of", "update_scales_after_backward", "within_step",
+    "needs_update", "recipe_now", "recipe_of", "scaling_of", "update_scales_after_backward", "within_step",
 ]  # fmt: skip
 
 NAME = "te"

@@ -15,7 +15,7 @@ from transformer_engine.pytorch.tensor.float8_tensor import Float8Tensor
 from te_transform.backends.fp8.checkpointed_calls import NotedCall
 from te_transform.backends.te.recipes import (
     FP8GlobalStateManager,
-    update_scales_after_this_backward,
+    update_scales_after_repeated,
     within_step,
 )
 
@@ -114,7 +114,7 @@ class LazyModule:
             with within_step(recipe):
                 yield
             return
-        update_scales_after_this_backward()
+        update_scales_after_repeated(call.forward)
         state = self.module.fp8_meta["scaling_fwd"]
         held = state.scale, state.amax_history[0]
         with _disable_current_modes():

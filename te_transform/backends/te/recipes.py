@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from contextvars import ContextVar
 from typing import Any
 
 import torch  # before TE, which loads libraries that come with it
@@ -13,6 +12,7 @@ from torch import Tensor
 from transformer_engine.common import recipe as recipes
 
 from te_transform.backends.fp8.products import Scaling
+from te_transform.backends.repeated_forwards import ForwardNodes, running_backward
 
 try:
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager
@@ -128,22 +128,20 @@ def update_scales_after_backward(outputs: Sequence[Any]) -> None:
         out.register_hook(at_the_end)
 
 
-# The number of the last backward that a repeated call has asked to update scales. Backwards have threads of
-# their own.
-_updated_after: ContextVar[int] = ContextVar("_updated_after", default=-1)
-
-
-def update_scales_after_this_backward() -> None:
-    """Update the scales of gradients at the end of the running backward, in a repeated call.
+def update_scales_after_repeated(forward: ForwardNodes | None) -> None:
+    """Update the scales of gradients after the backward of a forward that a checkpoint repeats.
 
     In TE, the first module that runs with gradients in a step does so in its own backward. The forward of a
     reentrant checkpoint has no gradients, so none of its modules was the first.
     """
+    if needs_update() if forward is None else forward.needs_update:
+        running_backward().after(forward, _update_scales_of_gradients)
+
+
+def needs_update() -> bool:
+    """Return True if no module of this step will update the scales of gradients in its own backward."""
     state, _, first = _state_of_step()
-    backward = torch._C._current_graph_task_id()
-    if getattr(state, first) and backward != _updated_after.get():
-        _updated_after.set(backward)
-        torch.autograd.Variable._execution_engine.queue_callback(_update_scales_of_gradients)
+    return getattr(state, first)
 
 
 def _update_scales_of_gradients() -> None:
