@@ -1,6 +1,7 @@
 """Parameters stay the user's: written to, replaced, retyped, loaded and read under their own names."""
 
 import copy
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -402,12 +403,34 @@ def imported(layer: nn.Module) -> Any:
     return array
 
 
+def result_of_pytorch(value: Any) -> Any:
+    future = torch.futures.Future()
+    future.set_result(value)
+    return future
+
+
 def array_of_the_parameter(layer: nn.Module) -> Any:
     weight = layer.weight
     return weight.detach().numpy() if weight.requires_grad else weight.numpy()
 
 
+def weak_reference(layer: nn.Module) -> Any:
+    return weakref.ref(layer.weight.untyped_storage())
+
+
+def with_an_attribute(layer: nn.Module) -> Any:
+    layer.weight.untyped_storage().tag = "quantized"
+    return layer
+
+
 HOLD |= {
+    "a weak reference to its storage": weak_reference,
+    "a storage with an attribute": with_an_attribute,
+    "a part of its storage": lambda layer: layer.weight.untyped_storage()[8:64],
+    "a result": lambda layer: result_of_pytorch(layer.weight.detach()),
+    "a traced module": lambda layer: torch.jit.trace(layer, torch.ones(1, WIDTH)),
+    "what a graph saved": lambda layer: layer.weight.exp() * layer(X.clone().requires_grad_()).sum(),
+    "shared memory": lambda layer: layer.weight.share_memory_(),
     "an array": array_of_the_parameter,
     "a flat buffer": flat_buffer,
     "an array that it came from": imported,
@@ -429,6 +452,24 @@ def test_memory_that_something_else_holds_is_not_left(name: str, frozen: bool) -
     assert held is not None
     (note,) = (note for note in te_transform.report(model).notes if "memory of their own" in note)
     assert "got attention.q_proj.weight" in note
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize(
+    "name", ["an array", "a view", "its storage", "an export", "a weak reference to its storage"]
+)
+def test_adjacent_memory_that_something_else_holds_is_not_left(name: str, frozen: bool) -> None:
+    """A sibling gets other memory, so the group would be made adjacent anew."""
+    model = te_transform.convert(seeded(Attends).requires_grad_(not frozen), X, verify=False)
+    q, v = model.attention.q_proj, model.attention.v_proj
+    assert v.weight.data_ptr() - q.weight.data_ptr() == 2 * q.weight.nbytes
+    held, place = HOLD[name](q), q.weight.data_ptr()
+    v.weight = nn.Parameter(v.weight.detach().clone(), requires_grad=not frozen)
+    expected = te_transform.revert(copy.deepcopy(model))(X)
+    for _ in range(2):
+        torch.testing.assert_close(model(X), expected)
+        assert q.weight.data_ptr() == place
+    assert held is not None
 
 
 def test_parameters_that_optimizers_hold_may_be_moved() -> None:

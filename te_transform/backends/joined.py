@@ -448,9 +448,6 @@ def held_elsewhere(parameters: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _is_ours(parameter: Tensor) -> bool:
-    """Return True if the memory belongs to the buffer of a group.
-
-    A numpy array that reads such a frozen parameter is not noticed.
-    """
+    """Return True if the memory belongs to the buffer of a group."""
     group = _group_of(parameter)
     return group is not None and group.has_memory_of(parameter)

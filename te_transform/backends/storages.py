@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Sequence
 
 import torch
@@ -44,17 +45,19 @@ def sole_owners_needed(names: Sequence[str]) -> str:
 
 
 def holders(tensor: Tensor) -> tuple[int, ...]:
-    """Return the reference counts of the storage's Python object, the storage, and the tensor.
+    """Return the counts of whatever refers to the storage's Python object, the storage, and the tensor.
 
-    An export through DLPack holds the tensor. So does the node that accumulates its gradient, which this
-    function creates if there is none.
+    Weak references and attributes end with the Python object, and the object with the storage. An export
+    through DLPack holds the tensor. So does the node that accumulates its gradient, which this function
+    creates if there is none.
     """
     edge = get_gradient_edge(tensor) if tensor.requires_grad else None
     of_tensor = tensor._use_count() if hasattr(tensor, "_use_count") else 0
-    of_object = sys.getrefcount(tensor.untyped_storage())
-    of_storage = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    storage = tensor.untyped_storage()
+    of_object = sys.getrefcount(storage), weakref.getweakrefcount(storage), len(vars(storage))
+    of_storage = torch._C._storage_Use_Count(storage._cdata)
     del edge
-    return of_object, of_storage, of_tensor
+    return *of_object, of_storage, of_tensor
 
 
 def _is_sent(storage: torch.UntypedStorage) -> bool:
