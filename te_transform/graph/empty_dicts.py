@@ -1,6 +1,7 @@
 """Guards on the attributes of a dict without keys, as of a config that inherits from dict.
 
-Dynamo's manager of dicts checks an empty dict by its size alone. A manager of objects checks its attributes.
+Dynamo's manager of dicts, which guards the order of keys, checks an empty dict by its size alone. A dict
+without keys has no order. Dynamo's manager of objects checks its attributes, and a guard of dynamo its size.
 """
 
 from __future__ import annotations
@@ -9,37 +10,25 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from torch._dynamo.guards import DictGuardManager, GuardBuilder, GuardManagerType, get_verbose_code_parts
-from torch._guards import Guard, Source
+from torch._dynamo.guards import GuardBuilder
+from torch._guards import Source
 
 from te_transform.graph.dynamo_patches import Patch
 
 
 def empty_dict_patches() -> Iterator[Patch]:
-    """Yield the methods of dynamo that choose and fill managers of guards, with their wrappers."""
-    yield GuardBuilder, "get_guard_manager_type", _manager_of_objects
-    yield GuardBuilder, "guard_on_dict_keys_and_order", _guard_size
+    """Yield the method of dynamo that chooses the manager of a dict, with its wrapper."""
+    yield GuardBuilder, "requires_key_order_guarding", _has_order
 
 
-def _manager_of_objects(own: Callable[..., Any]) -> Callable[..., Any]:
+def _has_order(own: Callable[..., bool]) -> Callable[..., bool]:
     @functools.wraps(own)
-    def manager_type(self: Any, source: Source, held: Any) -> Any:
-        is_empty = isinstance(held, dict) and dict.__len__(held) == 0
-        if is_empty and type(held).__dictoffset__:
-            return GuardManagerType.GUARD_MANAGER
-        return own(self, source, held)
+    def is_guarded(self: Any, source: Source) -> bool:
+        return own(self, source) and not _is_empty(self.get(source))
 
-    return manager_type
+    return is_guarded
 
 
-def _guard_size(own: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(own)
-    def guard_keys(self: Any, held: Any, guard: Guard) -> None:
-        manager = self.get_guard_manager(guard)
-        if isinstance(manager, DictGuardManager):
-            own(self, held, guard)
-        else:
-            told = get_verbose_code_parts(f"not {guard.name}", guard)
-            manager.add_dict_length_check_guard(0, told, guard.user_stack)
-
-    return guard_keys
+def _is_empty(held: Any) -> bool:
+    """Return True for a dict with attributes and without keys; do not run user code."""
+    return isinstance(held, dict) and bool(type(held).__dictoffset__) and dict.__len__(held) == 0
