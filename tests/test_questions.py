@@ -189,6 +189,12 @@ def test_a_key_may_come_or_go(name: str) -> None:
         SHARED.clear()
 
 
+@pytest.mark.parametrize("factory", [float, None])
+def test_a_default_dict_may_be_asked_by_a_method(factory: Callable[[], float] | None) -> None:
+    look_up = or_one(lambda m, held, kwargs: held.__getitem__("a"))
+    assert check(look_up, collections.defaultdict(factory), put()) == 2  # graphs
+
+
 # Attributes that are absent at capture
 
 
@@ -813,7 +819,7 @@ IDENTITY = {  # what the forward asks, and what makes each of the two objects
     "in a list": (lambda m, held, kwargs: 1.0 + (held.one in [held.other]), Child),
     "in a set": (lambda m, held, kwargs: 1.0 + len({held.one, held.other}), Child),
     "a list that is changed": (appended, list),
-    "an object that is changed": (assigned, types.SimpleNamespace),
+    "an object that is changed": (assigned, Child),
     "a dict that is changed": (put_key, dict),
 }  # fmt: skip
 
@@ -834,12 +840,12 @@ def test_two_objects_may_become_one(name: str) -> None:
 
 
 def test_a_global_variable_may_become_another_object(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The forward also reads the object through the model."""
+    """The forward reads the object through the model first, to which all other guards belong."""
     monkeypatch.setitem(globals(), "SHARED", shared := {"a": 2.0})
     check(
         lambda m, held, kwargs: held["a"] + 10.0 * SHARED["a"],
         shared,
-        lambda model: setattr(model, "held", {"a": 5.0}),
+        lambda model: globals().update(SHARED={"a": 5.0}),
     )
 
 
@@ -952,7 +958,10 @@ NUMBERS = {
     "an array of an array": lambda x: x * x.numpy().astype(float)[0, 0, ...],
     "an array of a tensor": lambda x: x * x.double().sum().numpy(),
     "a product with integers": lambda x: torch.ones(1, dtype=torch.int64) * numpy.sqrt(8),
-    "a tensor filled with integers": lambda x: torch.full((1,), EQUALS.number),
+    "a tensor of integers": lambda x: torch.full((1,), EQUALS.number).is_floating_point(),
+    "a tensor of integers, by name": (
+        lambda x: torch.full((1,), fill_value=EQUALS.number).is_floating_point()
+    ),
     "a product with a scalar": lambda x: x.sum() * EQUALS.number / numpy.sqrt(8),
     "a number of another dtype in PyTorch": lambda x: x * numpy.sqrt(numpy.uint8(2)),
     "an array of another shape in PyTorch": lambda x: x * numpy.median(numpy.ones(2)),

@@ -166,9 +166,10 @@ def _check_array(asked: NumpyNdarrayVariable) -> None:
         )
 
 
-def _check_full(self: Any, _: Any, args: Any, *__: Any) -> None:
+def _check_full(self: Any, _: Any, args: Any, kwargs: Any) -> None:
     """Leave torch.full() of a number to the user's own code: dynamo fills a float32 tensor."""
-    if self.value is torch.full and any(isinstance(each.realize(), NumpyNdarrayVariable) for each in args):
+    given = *args, *kwargs.values()
+    if self.value is torch.full and any(isinstance(each.realize(), NumpyNdarrayVariable) for each in given):
         leave_to_user("it fills a tensor with a numpy number; hold float(number) or int(number)")
 
 

@@ -300,15 +300,14 @@ def _patches() -> Iterator[Patch]:
         yield home, "iter_contains", compare_all_items
     for patches in (name_patches, numpy_patches, write_patches, empty_dict_patches):
         yield from patches()
-    yield SetVariable, "call_method", _set_method
     yield guards.GuardBuilder, "EQUALS_MATCH", call_after(_guard_numbers)
     yield guards.GuardBuilder, "EMPTY_NN_MODULE_HOOKS_DICT", _guard_no_hooks
-    yield misc.GetAttrVariable, "call_method", call_before(_guard_dict_method)
-    if "call_method" in vars(DefaultDictVariable):  # later versions call _missing_impl
-        yield DefaultDictVariable, "call_method", call_before(_guard_default_dict)
-    if hasattr(dicts, "DunderDictVariable"):  # replaces GetAttrVariable since PyTorch 2.13
+    if IS_2_13:
         yield dicts.DunderDictVariable, "install_dict_contains_guard", _name_in_dict
         yield dicts.DunderDictVariable, "install_dict_keys_match_guard", _names_in_dict
+    else:
+        yield misc.GetAttrVariable, "call_method", call_before(_guard_dict_method)
+        yield DefaultDictVariable, "call_method", call_before(_guard_default_dict)
 
 
 def _class_patches() -> Iterator[Patch]:
@@ -471,21 +470,6 @@ def _length_limit(own: Callable[..., Any]) -> Callable[..., Any]:
 def _guard_default_dict(self: Any, _: Any, name: str, args: list[VariableTracker], kwargs: Any) -> None:
     if name == "__getitem__" and len(args) == 1 and args[0] not in self:
         _guard_key(self, args[0], _holds_key)
-
-
-def _set_method(own: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(own)
-    def call(self: Any, tx: Any, name: str, args: list[VariableTracker], kwargs: Any) -> Any:
-        try:
-            return own(self, tx, name, args, kwargs)
-        except ObservedKeyError:
-            if args:
-                _guard_key(self, args[0], _holds_key)
-            else:  # pop() of an empty set
-                _guard(self, len)
-            raise
-
-    return call
 
 
 def _guard_key(held: Any, key: VariableTracker, ask: Callable[..., Hashable]) -> None:
