@@ -5,6 +5,7 @@ import abc
 import collections
 import contextlib
 import copy
+import dataclasses
 import enum
 import math
 import operator
@@ -193,6 +194,53 @@ def test_a_key_may_come_or_go(name: str) -> None:
 def test_a_default_dict_may_be_asked_by_a_method(factory: Callable[[], float] | None) -> None:
     look_up = or_one(lambda m, held, kwargs: held.__getitem__("a"))
     assert check(look_up, collections.defaultdict(factory), put()) == 2  # graphs
+
+
+# Keys and items that compare themselves
+
+
+class Own:
+    """A key of a cache."""
+
+    def __init__(self, width: int):
+        self.width = width
+
+    def __hash__(self) -> int:
+        return hash(self.width)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Own) and self.width == other.width
+
+
+@dataclasses.dataclass(frozen=True)
+class Partly:
+    """A dataclass of which one field is compared."""
+
+    width: int
+    name: str = dataclasses.field(compare=False)
+
+
+OWN = {
+    "a key": (lambda m, held, kwargs: held.get(Own(8), 1.0), lambda: {Own(8): 3.0}),
+    "a new key": (lambda m, held, kwargs: {Own(len(held)): 3.0}.get(Own(1), 1.0), lambda: {Own(8): 3.0}),
+    "a key in a tuple": (lambda m, held, kwargs: held.get((Own(8), 1), 1.0), lambda: {(Own(8), 1): 3.0}),
+    "a key of a defaultdict": (
+        lambda m, held, kwargs: 1.0 + held[Own(8)], lambda: collections.defaultdict(float, {Own(8): 3.0}),
+    ),
+    "an item": (lambda m, held, kwargs: 1.0 + (Own(8) in held), lambda: {Own(8)}),
+    "a dataclass": (lambda m, held, kwargs: held.get(Partly(8, "a"), 1.0), lambda: {Partly(8, "b"): 3.0}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_a_key_may_have_an_equal_one(name: str) -> None:
+    look_up, held = OWN[name]
+    check(look_up, held(), lambda model: model.held.clear())
+
+
+def test_a_key_may_equal_another_one_later() -> None:
+    key = type("Same", (Own,), {"__hash__": lambda self: 8})(8)
+    check(lambda m, held, kwargs: 1.0 + (Own(8) in held), {key}, lambda model: setattr(key, "width", 3))
 
 
 # Attributes that are absent at capture

@@ -1,16 +1,20 @@
-"""Answers of `in` for lists, tuples and sizes, which dynamo folds to False for items that are no constants.
+"""Answers of `in` that dynamo folds to False, and keys that dynamo does not find.
 
-Dynamo compares a constant with constant items only. A size that may vary, a tensor, a numpy scalar or an
-object with its own `__eq__` may equal the constant too. These items are compared as by `==`.
+In lists, tuples and sizes, dynamo compares a constant with constant items only. A size that may vary, a
+tensor, a numpy scalar or an object with its own `__eq__` may equal the constant too. Among keys of dicts and
+items of sets, dynamo compares objects by identity. All of these are compared as by `==`.
 """
 
 from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from inspect import isfunction
 from typing import Any
 
+from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._dynamo.utils import specialize_symnode
 from torch._dynamo.variables import (
     BaseListVariable,
     BuiltinVariable,
@@ -19,9 +23,40 @@ from torch._dynamo.variables import (
     TensorVariable,
 )
 from torch._dynamo.variables.base import VariableTracker
-from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
+from torch._dynamo.variables.user_defined import (
+    FrozenDataClassVariable,
+    UserDefinedObjectVariable,
+    UserDefinedTupleVariable,
+)
 
-from te_transform.graph.dynamo_patches import leave_to_user
+from te_transform.graph.dynamo_patches import IS_2_13, Patch, leave_to_user
+
+
+def key_patches() -> Iterator[Patch]:
+    """Yield the dynamo methods that hash and compare keys, with their wrappers."""
+    for tracker in (UserDefinedObjectVariable, UserDefinedTupleVariable):
+        yield tracker, "is_python_equal", _equal_keys
+    # Dynamo's own methods for frozen dataclasses read all fields, whatever __eq__() and __hash__() read.
+    for name in ("is_python_equal", "hash_impl" if IS_2_13 else "is_python_hashable"):
+        yield FrozenDataClassVariable, name, functools.partial(_of_objects, name)
+
+
+def _of_objects(name: str, _: Callable[..., Any]) -> Callable[..., Any]:
+    return getattr(UserDefinedObjectVariable, name)
+
+
+def _equal_keys(own: Callable[..., bool]) -> Callable[..., bool]:
+    """Return a form of dynamo's is_python_equal() that also calls an `__eq__` of Python code."""
+
+    @functools.wraps(own)
+    def is_equal(self: Any, other: VariableTracker) -> bool:
+        found = own(self, other)
+        if found or not isfunction(type(self.value).__eq__):
+            return found
+        equal = _equals(InstructionTranslator.current_tx(), self, other)
+        return bool(specialize_symnode(equal).as_python_constant())
+
+    return is_equal
 
 
 def compare_all_items(own: Callable[..., Any]) -> Callable[..., Any]:

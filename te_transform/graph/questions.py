@@ -70,7 +70,7 @@ from te_transform.graph.function_names import name_patches
 from te_transform.graph.identity_guards import guard_changed, guard_identity, note_tracked
 from te_transform.graph.lambda_guards import add_guard, description, guard_at_root
 from te_transform.graph.lost_writes import write_patches
-from te_transform.graph.membership import compare_all_items
+from te_transform.graph.membership import compare_all_items, key_patches
 from te_transform.graph.numpy_numbers import numpy_patches
 
 _COMPARED = frozenset((bool, int, float, complex, str, bytes, type(None)))  # keys that == compares
@@ -298,7 +298,7 @@ def _patches() -> Iterator[Patch]:
     yield from _identity_patches()
     for home in (lists, utils):
         yield home, "iter_contains", compare_all_items
-    for patches in (name_patches, numpy_patches, write_patches, empty_dict_patches):
+    for patches in (name_patches, numpy_patches, write_patches, empty_dict_patches, key_patches):
         yield from patches()
     yield guards.GuardBuilder, "EQUALS_MATCH", call_after(_guard_numbers)
     yield guards.GuardBuilder, "EMPTY_NN_MODULE_HOOKS_DICT", _guard_no_hooks
