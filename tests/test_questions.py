@@ -14,7 +14,7 @@ import sys
 import types
 import typing
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy
@@ -901,13 +901,36 @@ def first(item: Any) -> float:
     return float(item[0] if isinstance(item, tuple) else item)
 
 
-@pytest.mark.parametrize("view", ["keys", "values", "items"])
+@pytest.mark.parametrize("view", ["keys", "values", "items", "itself"])
 def test_an_ordered_dict_may_have_another_order_later(view: str) -> None:
     check(
-        lambda m, held, kwargs: first(next(iter(getattr(held, view)()))),
+        lambda m, held, kwargs: first(next(iter(held if view == "itself" else getattr(held, view)()))),
         collections.OrderedDict({"1": 1.0, "2": 2.0}),
         lambda model: model.held.move_to_end("1"),
     )
+
+
+def unpacked(held: Iterable[float]) -> float:
+    first, _ = held
+    return first
+
+
+ORDER = {
+    "a loop": lambda held: next(iter(held)),
+    "unpacked": unpacked,
+    "a list": lambda held: 1.0 + [*held].index(9),
+    "repr()": lambda held: 1.0 + repr(held).startswith("{9"),
+    "a text": lambda held: 1.0 + f"{held}".startswith("{9"),
+}
+
+
+@pytest.mark.parametrize("kind", [dict, set])
+@pytest.mark.parametrize("name", ORDER)
+def test_equal_dicts_or_sets_may_have_another_order_later(name: str, kind: type) -> None:
+    """A set of 1 and 9, which share a slot, keeps the order in which they came."""
+    made = dict.fromkeys if kind is dict else set
+    look_up, later = ORDER[name], made((9, 1))
+    check(lambda m, held, kwargs: look_up(held), made((1, 9)), lambda model: setattr(model, "held", later))
 
 
 def test_a_deque_drops_its_first_items() -> None:
@@ -961,6 +984,8 @@ EQUALS = types.SimpleNamespace(
 )
 MEMBERS = {
     "a size": lambda x: 5 in x.shape,
+    "a size in a dict": lambda x: 5 in {"rows": x.shape[0]}.values(),
+    "an item with a size": lambda x: ("rows", 5) in {"rows": x.shape[0]}.items(),
     "not a size": lambda x: 5 not in x.size(),
     "a number of elements": lambda x: 40 in [0, x.numel()],
     "one of two computed sizes": lambda x: 4 in (x.shape[0] * 2, x.shape[0] - 1),

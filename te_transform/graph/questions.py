@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._dynamo import guards, utils, variables
+from torch._dynamo import guards, variables
 from torch._dynamo.exc import ObservedAttributeError, ObservedKeyError
 from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.source import AttrSource, GlobalStateSource, SkipGuardSource, is_from_skip_guard_source
@@ -296,8 +296,7 @@ def _patches() -> Iterator[Patch]:
     yield functions.PolyfilledFunctionVariable, "call_function", call_before(_guard_polyfill)
     yield misc.RandomVariable, "call_method", call_before(_guard_random_state)
     yield from _identity_patches()
-    for home in (lists, utils):
-        yield home, "iter_contains", compare_all_items
+    yield lists, "iter_contains", compare_all_items
     for patches in (name_patches, numpy_patches, write_patches, empty_dict_patches, key_patches):
         yield from patches()
     yield guards.GuardBuilder, "EQUALS_MATCH", call_after(_guard_numbers)
