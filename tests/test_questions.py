@@ -22,6 +22,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch._dynamo.variables.builder import VariableBuilder
 
 from te_transform.graph.capture import capture
@@ -1083,6 +1084,20 @@ def test_a_product_with_a_number_of_numpy_is_captured() -> None:
 def test_a_captured_number_of_numpy_is_returned_as_a_number(compute: Callable[[Any], Any]) -> None:
     run = capture(lambda x: compute(x.numpy() * 2), lambda graph, inputs: graph.forward)
     assert type(run(X)) is type(compute(X.numpy()))
+
+
+# Hooks
+
+
+def test_one_guard_asks_for_all_hooks_of_a_module() -> None:
+    """Dynamo has one for each of six dicts: a third of the guards of a model."""
+    model = type("Reads", (Model,), {"read": lambda self, held, kwargs: 1.0})(None)
+    run = capture(type(model).forward, lambda graph, inputs: graph.forward)
+    run(model, X)
+    (entry,) = _debug_get_cache_entry_list(run._torchdynamo_orig_callable.__code__)
+    guards = str(entry.guard_manager)
+    assert "_forward_hooks or other hooks" in guards
+    assert "._forward_pre_hooks" not in guards
 
 
 # Metaclasses that construct objects
