@@ -247,6 +247,7 @@ LONG = {
     "a deque that grows": (collections.deque, lambda seen: seen.append(1)),
     "a set that grows": (set, lambda seen: seen.add(-len(seen))),
     "a dict that grows": (dict.fromkeys, lambda seen: seen.update({-len(seen): 1})),
+    "a dict whose keys are asked": (dict.fromkeys, lambda seen: 1 in seen.keys()),  # noqa: SIM118
     "a dict that is added up": (lambda numbers: dict.fromkeys(numbers, 1), adds_up),
 }
 
