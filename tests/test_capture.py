@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.variables.tensor import TensorVariable
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
@@ -198,6 +199,50 @@ def test_a_model_that_recomputes_already_is_converted_by_blocks() -> None:
     assert te_transform.report(pair.converted).counts == {"layernorm_mlp": 2}
     assert linears(pair.converted, X) == 4
     pair.agree(with_input_gradient)
+
+
+class Numbered(Checkpointed):
+    """Its blocks are in a dict, as those of torchtitan's models."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleDict({str(number): block for number, block in enumerate(self.blocks)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks.values():
+            x = block(x)
+        return self.head(x)
+
+
+def wrapped(model: nn.Module, *names: str) -> nn.Module:
+    for name in names:
+        model.blocks.register_module(name, checkpoint_wrapper(model.blocks.get_submodule(name)))
+    return model
+
+
+@pytest.mark.parametrize("make", [Checkpointed, Numbered])
+def test_blocks_in_wrappers_of_checkpoints_are_captured(make: type[nn.Module]) -> None:
+    """Some of them, and all."""
+    pair = Pair.of(make)
+    for name in ("1", "0"):
+        for model in pair.models:
+            wrapped(model, name)
+        pair.agree(with_input_gradient)
+        assert linears(pair.converted, X) == 4
+
+
+def test_skipped_modules_in_wrappers_of_checkpoints_stay_as_they_are() -> None:
+    """Wrapped after the conversion, or before, when the path may name the wrapper."""
+    after = Pair.of(Checkpointed, skip="blocks.1.mlp")
+    for model in after.models:
+        wrapped(model, "0", "1")
+    before = [
+        Pair.of(wrapped(seeded(Checkpointed), "0", "1"), skip=path)
+        for path in ("blocks.1.mlp", "blocks.1._checkpoint_wrapped_module.mlp")
+    ]
+    for pair in (after, *before):
+        pair.agree(with_input_gradient)
+        assert linears(pair.converted, X) == 2
 
 
 class Inside(nn.Module):

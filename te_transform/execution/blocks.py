@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
 
 from te_transform.execution.classes import user_class_behind
 from te_transform.plan.options import skipped_by
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the blocks of a transformer: the modules in the outermost lists of one class."""
+    """Return the blocks of a transformer: the modules in the outermost lists of one class.
+
+    A module in the wrapper of checkpoint_wrapper() or offload_wrapper() is a block, its wrapper is not.
+    """
     return [*{id(block): block for block in _blocks(model).values()}.values()]
 
 
@@ -39,13 +43,29 @@ def skipped_inside(model: nn.Module, globs: tuple[str, ...]) -> dict[int, frozen
 
 
 def _blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the blocks by path, without nested lists and other modules that are never called."""
+    """Return the blocks by path, without nested lists and other modules that are never called.
+
+    The paths are those without wrappers, which skip= was given for.
+    """
     found: dict[str, nn.Module] = {}
     for path, module in model.named_modules():
         inside = any(path.startswith(f"{block}.") for block in found)
-        if isinstance(module, nn.ModuleList) and not inside:
-            layers = [layer for layer in module if layer is not None]  # a list may contain None
-            alike = len({user_class_behind(type(layer)) for layer in layers}) == 1
-            if alike and any(True for _ in layers[0].children()):
-                found |= {f"{path}.{name}": child for name, child in module.named_children()}
+        if _is_list(module) and not inside:
+            layers = {name: _unwrapped(child) for name, child in module.named_children()}  # never None
+            alike = len({user_class_behind(type(layer)) for layer in layers.values()}) == 1
+            if alike and any(True for _ in next(iter(layers.values())).children()):
+                found |= {f"{path}.{name}": layer for name, layer in layers.items()}
     return {path: block for path, block in found.items() if type(block).forward is not nn.Module.forward}
+
+
+def _is_list(module: nn.Module) -> bool:
+    """Return True if a module is a list, or a dict with numbers as keys, as torchtitan's models have it."""
+    numbered = isinstance(module, nn.ModuleDict) and all(map(str.isdigit, module))
+    return numbered or isinstance(module, nn.ModuleList)
+
+
+def _unwrapped(module: nn.Module) -> nn.Module:
+    """Return the module inside of PyTorch's wrappers for activations."""
+    while isinstance(module, ActivationWrapper):
+        module = module._checkpoint_wrapped_module
+    return module

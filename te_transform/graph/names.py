@@ -16,7 +16,13 @@ from torch import fx, nn
 
 from te_transform.graph.nodes import name_in_model, path_said, source_of
 
+_WRAPPED = "_checkpoint_wrapped_module"  # in PyTorch's checkpoint_wrapper() and offload_wrapper()
 _ARGUMENT = re.compile(r"L\['(\w+)'\](?:\[(\d+)\]|\['(\w+)'\])?(.*)")
+
+
+def without_wrappers(name: str) -> str:
+    """Return a name without the parts that PyTorch's wrappers for activations add."""
+    return ".".join(part for part in name.split(".") if part != _WRAPPED)
 
 
 def name_as_in(model: nn.Module, captured: fx.GraphModule, arguments: Sequence[Any]) -> nn.Module | None:
@@ -35,7 +41,7 @@ def name_as_in(model: nn.Module, captured: fx.GraphModule, arguments: Sequence[A
     outermost, innermost = _module_calls(captured)
     root = model
     if outermost or own:
-        root = next((module for module in model.modules() if _is_root(module, outermost, own)), None)
+        root = _root(model, outermost, own)
     if root is None:
         return None
     names = {str(id(module)): path for path, module in root.named_modules()}
@@ -64,6 +70,14 @@ def _module_calls(captured: fx.GraphModule) -> tuple[dict[str, str], dict[str, t
 
 def _id(key: str) -> str:
     return key.partition("@")[0]  # dynamo appends "@" and a number for repeated calls of a module
+
+
+def _root(model: nn.Module, outermost: dict[str, str], own: dict[str, Any]) -> nn.Module | None:
+    """Return the captured module, or None. A wrapper may hand on the attributes of what it wraps."""
+    found = next((module for module in model.modules() if _is_root(module, outermost, own)), None)
+    while found is not None and len(inside := [*found.children()]) == 1 and _is_root(*inside, outermost, own):
+        (found,) = inside
+    return found
 
 
 def _is_root(module: nn.Module, outermost: dict[str, str], own: dict[str, Any]) -> bool:

@@ -16,6 +16,7 @@ from te_transform.backends.limits import cuda_graphs
 from te_transform.canonicalize.op import Forms
 from te_transform.graph import ops
 from te_transform.graph.keywords import did_you_mean
+from te_transform.graph.names import without_wrappers
 from te_transform.graph.pattern import Pattern, Siblings, targets_of, within
 from te_transform.plan.precision_plan import RECIPES, PrecisionPlan
 from te_transform.plan.rule import Rule
@@ -302,9 +303,13 @@ def globs_of(skip: Any) -> tuple[str, ...]:
 
 def skipped_by(path: str, globs: Iterable[str]) -> str | None:
     """Return the glob that matches the module at `path` or one of its parents, or None."""
-    parts = path.split(".")
+    parts = without_wrappers(path).split(".")
     holders = [".".join(parts[:depth]) for depth in range(1, len(parts) + 1)]
-    return next((glob for glob in globs if any(fnmatchcase(holder, glob) for holder in holders)), None)
+    return next((glob for glob in globs if any(_is_named(holder, glob) for holder in holders)), None)
+
+
+def _is_named(path: str, glob: str) -> bool:
+    return fnmatchcase(without_wrappers(path), without_wrappers(glob))
 
 
 def check_skip(globs: tuple[str, ...], model: nn.Module) -> None:
@@ -315,7 +320,7 @@ def check_skip(globs: tuple[str, ...], model: nn.Module) -> None:
     """
     paths = [path for path, _ in model.named_modules()]
     for glob in globs:
-        if not any(fnmatchcase(path, glob) for path in paths):
+        if not any(_is_named(path, glob) for path in paths):
             raise OptionError(
                 f"expected a path like {paths[-1]!r} or a glob in skip, got {glob!r}, which names no module "
                 f"of {type(model).__name__}; see model.named_modules()"

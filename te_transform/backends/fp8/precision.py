@@ -18,6 +18,7 @@ from te_transform.backends.fp8.registry import ParameterState, forget_weights, r
 from te_transform.backends.limits import small_calls_in_fp8
 from te_transform.backends.ranks import groups_of, is_sharded, maximum
 from te_transform.backends.tracing import in_backward, recorded, transformed
+from te_transform.graph.names import without_wrappers
 
 
 @dataclass(eq=False)
@@ -195,6 +196,5 @@ def matrices(model: nn.Module) -> list[str]:
 
 
 def _named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Return the parameters by their names without the prefixes of checkpoint wrappers."""
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        yield name.replace("_checkpoint_wrapped_module.", ""), parameter
+    named = model.named_parameters(remove_duplicate=False)
+    return ((without_wrappers(name), parameter) for name, parameter in named)
