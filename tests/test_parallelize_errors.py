@@ -17,6 +17,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import te_transform
 from te_transform import ParallelError
+from te_transform.backends import cublas
+from te_transform.backends.limits import alike_on_ranks
+from te_transform.parallel.divided import Parallel
 from tests.models.quickstart import QuickstartModel
 
 pytestmark = pytest.mark.xdist_group("distributed")
@@ -170,3 +173,33 @@ def test_a_model_that_is_divided(process_group: None) -> None:
     whole = te_transform.revert(model)
     assert not any(isinstance(p, DTensor) for p in whole.parameters())
     assert torch.allclose(whole(x), expected, atol=1e-5)
+
+
+def test_ranks_of_a_divided_model_choose_no_product_by_its_time(
+    process_group: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other models of the process do not either, for as long as a backward may come: after revert(), too."""
+    timed: list[Any] = []
+    monkeypatch.setattr(alike_on_ranks, "entered", 0)  # of earlier tests
+    monkeypatch.setattr(cublas, "_known_product", timed.append)
+    monkeypatch.setattr(cublas, "by_pytorch", lambda a, *others: a)
+
+    def is_timed() -> bool:
+        timed.clear()
+        a = torch.ones(2, 2)
+        assert cublas.fastest_product(a, a, a, a, None, a.dtype, fast=True) is a
+        return bool(timed)
+
+    x = torch.randn(2, 4)
+    model = te_transform.convert(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4)), x, verify=False)
+    expected = model(x)
+    with monkeypatch.context() as patch:
+        patch.setattr(Parallel, "distributed", lambda *given: 1 // 0)
+        with pytest.raises(ZeroDivisionError):
+            te_transform.parallelize(model, mesh(1), x)
+    assert is_timed()
+    te_transform.parallelize(model, mesh(1), x)
+    assert not is_timed()
+    te_transform.revert(model)
+    assert not is_timed()
+    assert torch.allclose(model(x), expected, atol=1e-5)
