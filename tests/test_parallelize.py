@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
@@ -31,6 +32,7 @@ from tests.divided import (
     whole,
 )
 from tests.families import FAMILIES
+from tests.packages import BATCHES, convert, original
 from tests.ranks import mesh, spawn
 from tests.zoo import (
     CASES,
@@ -93,6 +95,22 @@ def test_two_ranks_train_a_gpt(tmp_path: Path) -> None:
     results = spawn(partial(cases, "small"), 2, tmp_path)
     check([found["small"] for found in results], torch.float32)
     assert {"transformer.wte.weight"} <= results[0]["small"]["shards"]  # which the head is tied to
+
+
+@pytest.mark.xdist_group("distributed")
+def test_checkpointed_blocks_run_one_graph_in_forward_and_backward(process_group: None) -> None:
+    """In the step after the first, whose forward found the checkpoints, as well."""
+    converted = te_transform.parallelize(convert(original()), mesh(), BATCHES[0])
+    models = original(), converted
+    for model in models:
+        model.blocks.register_module("0", checkpoint_wrapper(model.blocks[0]))
+    for batch in BATCHES:
+        losses = [model(*batch) for model in models]
+        for loss in losses:
+            loss.backward()
+        assert losses[1].item() == pytest.approx(losses[0].item(), rel=1e-12)
+    for one, other in zip(*(model.parameters() for model in models), strict=True):
+        torch.testing.assert_close(whole(other.grad), one.grad)
 
 
 DECODERS = ("llama_4", "gpt2", "quickstart")

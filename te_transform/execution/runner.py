@@ -128,7 +128,7 @@ class Runner:
     def _run(self, call: ModuleCall) -> Any:
         user_code = self.user_code
         if user_code.refuse(call) is None or (self._may_time(call) and user_code.is_faster(call)):
-            return user_code.run(call)
+            return user_code.run(call, but_blocks=self.policy.by_block and not call.is_block)
         if call.is_block and self.division is not None and self.policy.skip_this_call:
             raise _OnStandIns
         # a copy has no reference to its model if only its parts are called
