@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.variables.tensor import TensorVariable
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.fsdp import fully_shard
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
@@ -229,6 +230,18 @@ def test_blocks_in_wrappers_of_checkpoints_are_captured(make: type[nn.Module]) -
             wrapped(model, name)
         pair.agree(with_input_gradient)
         assert linears(pair.converted, X) == 4
+
+
+@pytest.mark.parametrize("names", ["1", "01"])
+def test_sharded_blocks_in_wrappers_of_checkpoints_are_captured(names: str, process_group: None) -> None:
+    """fully_shard() shards the wrappers."""
+    pair = Pair.of(Checkpointed)
+    sharded = wrapped(pair.converted, *names)
+    for module in (*sharded.blocks, sharded):
+        fully_shard(module)
+    for _ in range(2):
+        assert_close(sharded(X), pair.original(X))
+    assert linears(sharded, X) == 4
 
 
 def test_skipped_modules_in_wrappers_of_checkpoints_stay_as_they_are() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
 
+from te_transform.backends.ranks import is_sharded
 from te_transform.execution.classes import user_class_behind
 from te_transform.plan.options import skipped_by
 
@@ -15,6 +16,15 @@ def blocks(model: nn.Module) -> list[nn.Module]:
     A module in the wrapper of checkpoint_wrapper() or offload_wrapper() is a block, its wrapper is not.
     """
     return [*{id(block): block for block in _blocks(model).values()}.values()]
+
+
+def first_in_list(model: nn.Module) -> tuple[nn.Module, str] | None:
+    """Return the list that holds the first block, and the block's name there; None without blocks."""
+    path = next(iter(_blocks(model)), None)
+    if path is None:
+        return None
+    holder, _, name = path.rpartition(".")
+    return model.get_submodule(holder), name
 
 
 def parts(model: nn.Module) -> list[nn.Module]:
@@ -51,11 +61,17 @@ def _blocks(model: nn.Module) -> dict[str, nn.Module]:
     for path, module in model.named_modules():
         inside = any(path.startswith(f"{block}.") for block in found)
         if _is_list(module) and not inside:
-            layers = {name: _unwrapped(child) for name, child in module.named_children()}  # never None
-            alike = len({user_class_behind(type(layer)) for layer in layers.values()}) == 1
+            layers = {name: unwrapped(child) for name, child in module.named_children()}  # never None
+            alike = len({_user_class(layer) for layer in layers.values()}) == 1
             if alike and any(True for _ in next(iter(layers.values())).children()):
                 found |= {f"{path}.{name}": layer for name, layer in layers.items()}
     return {path: block for path, block in found.items() if type(block).forward is not nn.Module.forward}
+
+
+def _user_class(layer: nn.Module) -> type:
+    """Return the class of a layer before convert() and fully_shard(), which may shard a wrapper instead."""
+    kind = user_class_behind(type(layer))
+    return kind.__bases__[-1] if kind is type(layer) and is_sharded(layer) else kind
 
 
 def _is_list(module: nn.Module) -> bool:
@@ -64,7 +80,7 @@ def _is_list(module: nn.Module) -> bool:
     return numbered or isinstance(module, nn.ModuleList)
 
 
-def _unwrapped(module: nn.Module) -> nn.Module:
+def unwrapped(module: nn.Module) -> nn.Module:
     """Return the module inside of PyTorch's wrappers for activations."""
     while isinstance(module, ActivationWrapper):
         module = module._checkpoint_wrapped_module

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from types import NoneType
 
 from torch import Tensor, nn
 
 from te_transform.backends.joined import held_elsewhere, local, make_adjacent
 from te_transform.backends.ranks import is_sharded
 from te_transform.backends.storages import sole_owners_needed
-from te_transform.execution.blocks import blocks
+from te_transform.execution.blocks import first_in_list, unwrapped
 from te_transform.execution.lower import ScatteredGroups
 
 
@@ -25,7 +24,8 @@ class ModelRef:
     def __init__(self) -> None:
         self.scattered: ScatteredGroups = []
         self._model: Callable[[], nn.Module | None] | None = None
-        self._first_block: Callable[[], nn.Module | None] | None = None
+        self._list: Callable[[], nn.Module | None] | None = None
+        self._first = ""  # the name of the first block in the list
 
     @property
     def model(self) -> nn.Module | None:
@@ -35,12 +35,23 @@ class ModelRef:
     @property
     def first_block(self) -> nn.Module | None:
         """The model's first block, or None if it has no blocks."""
-        return None if self._first_block is None else self._first_block()
+        return None if (layer := self._first_layer) is None else unwrapped(layer)
+
+    @property
+    def has_sharded_blocks(self) -> bool:
+        """True if FSDP shards the first block, or a wrapper around it."""
+        return is_sharded(self._first_layer) or is_sharded(self.first_block)
 
     @property
     def is_sharded(self) -> bool:
         """True if FSDP shards the parameters."""
-        return any(map(is_sharded, (self.model, self.first_block)))
+        return is_sharded(self.model) or self.has_sharded_blocks
+
+    @property
+    def _first_layer(self) -> nn.Module | None:
+        """The first block, or the wrapper that it is in by now."""
+        held = None if self._list is None else self._list()
+        return None if held is None else held._modules.get(self._first)
 
     def modules(self) -> Iterator[nn.Module]:
         """Return the modules of the model, or none before its first call."""
@@ -48,9 +59,10 @@ class ModelRef:
 
     def meet(self, model: nn.Module) -> None:
         """Note the model at its first call."""
-        if self._first_block is None:
+        if self._model is None:
             self._model = weakref.ref(model)
-            self._first_block = next(map(weakref.ref, blocks(model)), NoneType)
+            if (found := first_in_list(model)) is not None:
+                self._list, self._first = weakref.ref(found[0]), found[1]
 
     def make_adjacent(self, model: nn.Module) -> list[list[Tensor]]:
         """Make scattered groups of the model's own parameters adjacent in memory.

@@ -25,7 +25,6 @@ from torch.utils._pytree import tree_leaves
 
 from te_transform.backends.fp8 import gradient_sums
 from te_transform.backends.fp8.precision import Precision
-from te_transform.backends.ranks import is_sharded
 from te_transform.backends.tracing import checkpoint_hooks, in_backward
 from te_transform.execution.blocks import blocks, skipped_inside
 from te_transform.execution.call_context import ModuleCall
@@ -198,8 +197,8 @@ class Runner:
         if model_ref.scattered and not is_dispatch_mode_on() and not preserving.get():
             self.make_adjacent(model)
         self.captures.forget_replaced()
-        first = model_ref.first_block
-        if (is_sharded(first) or self.policy.by_block) and first is not None and CONVERTED not in vars(first):
+        first, by_block = model_ref.first_block, model_ref.has_sharded_blocks or self.policy.by_block
+        if by_block and first is not None and CONVERTED not in vars(first):
             self.capture_blocks(model)
 
     # captures by dynamo
