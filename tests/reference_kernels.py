@@ -18,35 +18,10 @@ from te_transform.backends.fp8.ops import InFP8, multiply
 from te_transform.backends.library import LIBRARY
 
 
-def attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    ends: Tensor | None,
-    longest: int,
-    before: int,
-    after: int,
-    scale: float,
-    packed: bool,
-    keeps: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute softmax(q k^T * scale) v within a band.
-
-    Args:
-        query: [batch, queries, heads, width] in a 16-bit dtype, contiguous.
-        key, value: the same layout. Their number of heads divides that of the query.
-        ends: int32 cumulative lengths: [batch + 1] of padded sequences, or [documents + 1] of documents. See
-            bands.Banded.
-        longest: the maximum number of tokens in a document, or 0 without documents.
-        before, after: how far a query sees, see bands.Band; OPEN if unlimited.
-        packed: True if the kernels treat the sequences as packed, one after another.
-        keeps: True if a backward follows.
-
-    Returns:
-        The attention [batch, queries, heads, width of values], which is zero for queries that see no key,
-        and two tensors for the backward.
-    """
-    scores = _scores(query, key, ends, longest, before, after, scale)
+def attend(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute what te/attention.py's attend() computes."""
+    *within, keeps = rest
+    scores = _scores(query, key, *within)
     weights = torch.ops.aten._safe_softmax(scores, -1)
     out = weights @ _in_float_heads(value, query.shape[2])
     out = out.transpose(1, 2).to(query.dtype).contiguous()
@@ -63,16 +38,12 @@ def attend_backward(
     out: Tensor,
     sums: Tensor,
     state: Tensor,
-    ends: Tensor | None,
-    longest: int,
-    before: int,
-    after: int,
-    scale: float,
-    packed: bool,
+    *within: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of query, key and value, given attend()'s outputs and the output's gradient."""
+    """Compute what te/attention.py's attend_backward() computes."""
+    scale = within[-2]
     heads, groups = query.shape[2], key.shape[2]
-    scores = _scores(query, key, ends, longest, before, after, scale)
+    scores = _scores(query, key, *within)
     weights = torch.where(sums.isneginf(), 0.0, (scores - sums).exp())
     rows, keys = _in_float_heads(grad, heads), _in_float_heads(key, heads)
     inner = (rows * _in_float_heads(out, heads)).sum(-1, keepdim=True)
@@ -86,7 +57,14 @@ def attend_backward(
 
 
 def _scores(
-    query: Tensor, key: Tensor, ends: Tensor | None, longest: int, before: int, after: int, scale: float
+    query: Tensor,
+    key: Tensor,
+    ends: Tensor | None,
+    longest: int,
+    before: int,
+    after: int,
+    scale: float,
+    packed: bool,
 ) -> Tensor:
     band = Band(*(None if end == OPEN else end for end in (before, after)), False, False)
     sees = within_band(band, None if longest else ends, query.shape[1], key.shape[1], query.device)

@@ -60,26 +60,19 @@ class Sizes(NamedTuple):
     device: int
 
 
-def fastest_product(
-    a: Tensor,
-    b: Tensor,
-    a_inverse: Tensor,
-    b_inverse: Tensor,
-    bias: Tensor | None,
-    dtype: torch.dtype,
-    fast: bool,
-) -> Tensor:
+def fastest_product(a: Tensor, b: Tensor, *rest: Any) -> Tensor:
     """Compute fp8.ops.multiply() by the fastest algorithm, found by timing in the first call of its sizes.
 
     The choice, and with it the last bits, may differ from run to run. PyTorch's choice stays with
     deterministic algorithms, with a bias, and where several ranks must get the same bits.
     """
+    a_inverse, b_inverse, bias, dtype, fast = rest
     if bias is None and not (torch.are_deterministic_algorithms_enabled() or alike_on_ranks):
         sizes = Sizes(len(a), *b.shape, a.dtype, b.dtype, dtype, fast, a.device.index)
         product = _known_product(sizes)
         if product is not None and product.takes(a, b):
             return product.run(a, b, a_inverse, b_inverse)
-    return by_pytorch(a, b, a_inverse, b_inverse, bias, dtype, fast)
+    return by_pytorch(a, b, *rest)
 
 
 class TimedProduct:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from te_transform.graph.random_tensors import random_floats, random_ids
 
 _LATENTS = ("hidden_states", "sample", "x")
 _TIMES = ("timestep", "timesteps", "t", "time", "sigma")
@@ -42,7 +44,7 @@ def denoiser_arguments(model: nn.Module, batch: int, length: int, like: Tensor) 
     is_packed = "img_ids" in names
     shapes = [(length, channels)] if is_packed else [(channels, *sides) for sides in _latent_sides(model)]
     for time, shape in itertools.product((as_floats, as_steps), shapes):
-        yield {latents: _random_floats((batch, *shape), like), times: time, **known}
+        yield {latents: random_floats((batch, *shape), like), times: time, **known}
 
 
 def _other_arguments(
@@ -55,16 +57,16 @@ def _other_arguments(
         width = next(filter(None, (_config_entry(model, entry) for entry in _WIDTHS.get(name, ()))), None)
         if width:
             rows = () if name == "pooled_projections" else (length,)
-            found[name] = _random_floats((batch, *rows, width), like)
+            found[name] = random_floats((batch, *rows, width), like)
         elif name in ("img_ids", "txt_ids") and (axes := _config_entry(model, "axes_dims_rope")):
-            found[name] = _random_floats((length, len(axes)), like)
+            found[name] = random_floats((length, len(axes)), like)
         elif name == "guidance" and _config_entry(model, "guidance_embeds"):
-            found[name] = _random_floats((batch,), like)
+            found[name] = random_floats((batch,), like)
         elif name == "added_cond_kwargs" and getattr(model, "use_additional_conditions", False):  # PixArt
             sizes = {"resolution": (batch, 2), "aspect_ratio": (batch, 1)}
-            found[name] = {entry: _random_floats(shape, like) for entry, shape in sizes.items()}
+            found[name] = {entry: random_floats(shape, like) for entry, shape in sizes.items()}
         elif name in _LABELS and tables:
-            found[name] = torch.randint(min(tables), (batch,), dtype=torch.int64, device="cpu")
+            found[name] = random_ids(min(tables), (batch,))
     return found
 
 
@@ -86,7 +88,3 @@ def _latent_sides(model: nn.Module) -> Iterator[tuple[int, ...]]:
 def _config_entry(model: nn.Module, name: str) -> Any:
     """Return an entry of the config, or an attribute of a model without config."""
     return getattr(getattr(model, "config", model), name, None)
-
-
-def _random_floats(sizes: Sequence[int], like: Tensor) -> Tensor:
-    return torch.randn(sizes, dtype=torch.float32, device="cpu").to(like)

@@ -7,7 +7,7 @@ import inspect
 import itertools
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from te_transform.graph.denoiser_inputs import denoiser_arguments
 from te_transform.graph.errors import in_a_line, in_full
 from te_transform.graph.nodes import dtype_name
 from te_transform.graph.preserve import preserved
+from te_transform.graph.random_tensors import random_floats, random_ids
 from te_transform.graph.tables import out_of_range
 
 BATCH, LENGTH = 2, 8  # small, distinct and not 1: each size identifies its dimension
@@ -316,7 +317,7 @@ def _by_position(model: nn.Module, batch: int, length: int, most: int, like: tor
     read = [_read_by(module, like, batch, length, most) for module in first_of_each]
     is_of_words = isinstance(readers[0], nn.Embedding) and not any(isinstance(m, nn.Conv2d) for m in readers)
     if len(required) == 1 and not is_of_words:  # a linear may read image patches
-        read += [_normal((batch, _channels(readers), side, side), like) for side in _SIDES]
+        read += [random_floats((batch, _channels(readers), side, side), like) for side in _SIDES]
     several = itertools.product(read, repeat=len(required))
     return [Inputs(values) for values in sorted(several, key=lambda values: len(set(map(id, values))))]
 
@@ -349,38 +350,28 @@ def _channels(readers: list[nn.Module]) -> int:
 
 def _read_by(module: nn.Module, like: torch.Tensor, batch: int, length: int, most: int) -> torch.Tensor:
     if isinstance(module, nn.Embedding):
-        return _ids(min(module.num_embeddings, most), (batch, length))
+        return random_ids(min(module.num_embeddings, most), (batch, length))
     if isinstance(module, nn.Conv2d):
         side = 4 * max(module.kernel_size)
-        return _normal((batch, module.in_channels, side, side), like)
+        return random_floats((batch, module.in_channels, side, side), like)
     if isinstance(module, nn.Linear):
         width = (module.in_features,)
     elif isinstance(module, nn.MultiheadAttention):
         width = (module.embed_dim,)
     else:
         width = tuple(module.normalized_shape)
-    return _normal((batch, length, *width), like)
-
-
-def _normal(sizes: Sequence[int], like: torch.Tensor) -> torch.Tensor:
-    """Return random floats with the dtype and device of `like`; the values are equal on every device."""
-    return torch.randn(sizes, dtype=torch.float32, device="cpu").to(like)
-
-
-def _ids(count: int, sizes: Sequence[int]) -> torch.Tensor:
-    """Return random ids below `count`."""
-    return torch.randint(count, sizes, dtype=torch.int64, device="cpu")
+    return random_floats((batch, length, *width), like)
 
 
 def _for_hugging_face(model: nn.Module, batch: int, length: int, most: int) -> list[Inputs]:
     config, name = model.config, model.main_input_name
     like = next(p for p in model.parameters() if p.is_floating_point())
     vocabulary = min(getattr(config.get_text_config(), "vocab_size", 0) or 0, most or sys.maxsize)
-    ids = _ids(vocabulary, (batch, length)) if vocabulary else None
+    ids = random_ids(vocabulary, (batch, length)) if vocabulary else None
     if name == "input_ids" and ids is not None:
         read = [ids]
     elif name in _FLOATS:
-        read = [_normal((batch, *shape), like) for shape in _FLOATS[name](config)]
+        read = [random_floats((batch, *shape), like) for shape in _FLOATS[name](config)]
     else:
         raise InputError(
             f"expected example inputs, got none, and none can be generated for {type(model).__name__} (its "

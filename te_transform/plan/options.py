@@ -303,7 +303,7 @@ def globs_of(skip: Any) -> tuple[str, ...]:
 
 def skipped_by(path: str, globs: Iterable[str]) -> str | None:
     """Return the glob that matches the module at `path` or one of its parents, or None."""
-    parts = without_wrappers(path).split(".")
+    parts = path.split(".")
     holders = [".".join(parts[:depth]) for depth in range(1, len(parts) + 1)]
     return next((glob for glob in globs if any(_is_named(holder, glob) for holder in holders)), None)
 
