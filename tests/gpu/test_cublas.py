@@ -84,6 +84,7 @@ def test_pytorchs_choice_stays() -> None:
 def test_in_cuda_graphs() -> None:
     given, other, graph = operands(*SIZES[0]), operands(*SIZES[1]), torch.cuda.CUDAGraph()
     chosen = cublas.fastest_product(*given, None, torch.bfloat16, True)
+    by_pytorch(*given, None, torch.bfloat16, True)  # PyTorch cannot load cuBLAS during a capture
     with torch.cuda.graph(graph):
         found = [cublas.fastest_product(*each, None, torch.bfloat16, True) for each in (given, other)]
     graph.replay()
