@@ -28,10 +28,18 @@ class GraphMode(TorchFunctionMode):
     """A mode that sees every torch call of a converted model, inside and outside of graphs."""
 
 
+class UntilGraph(TorchFunctionMode):
+    """A mode that sees the torch calls of the user's code until the first graph runs."""
+
+    def __exit__(self, *error: Any) -> None:
+        if _get_current_function_mode() is self:  # set_aside() may have ended it
+            super().__exit__(*error)
+
+
 def is_foreign_mode_on() -> bool:
     """Return True if a user's mode is active. Dynamo traces its effects, and the graph would repeat them."""
     modes = _get_current_function_mode_stack()
-    return any(not isinstance(mode, (GraphMode, DeviceContext)) for mode in modes)
+    return any(not isinstance(mode, (GraphMode, UntilGraph, DeviceContext)) for mode in modes)
 
 
 def is_graph_mode_on() -> bool:
@@ -46,14 +54,15 @@ def is_dispatch_mode_on() -> bool:
 
 @contextlib.contextmanager
 def set_aside() -> Iterator[None]:
-    """Disable the graph modes while dynamo's callable runs.
+    """Disable the graph modes while dynamo's callable runs, and end those that last until the first graph.
 
     Python code between two graphs runs without the modes, except for dropouts.
     """
     taken: list[GraphMode] = []
-    while isinstance(mode := _get_current_function_mode(), GraphMode):
+    while isinstance(mode := _get_current_function_mode(), (GraphMode, UntilGraph)):
         mode.__exit__(None, None, None)
-        taken.insert(0, mode)
+        if isinstance(mode, GraphMode):
+            taken.insert(0, mode)
     token = _aside.set(tuple(taken))
     try:
         with _dropouts_in_modes() if taken else contextlib.nullcontext():

@@ -35,6 +35,7 @@ from te_transform.execution.division import Division, RankGroup
 from te_transform.execution.executors.user_code import UserCode
 from te_transform.execution.extension import Extension
 from te_transform.execution.gathered import run_gathered
+from te_transform.execution.known_integers import known_integers
 from te_transform.execution.lower import ScatteredGroups
 from te_transform.execution.material import ReportMaterial
 from te_transform.execution.model_ref import ModelRef, held_groups_told
@@ -107,7 +108,8 @@ class Runner:
     ) -> Any:
         """Run a call of the model, a part or a block. `forward` is the forward of the user's class."""
         if role.kind is Role.PART and _calling.get() is not None:
-            return forward(module, *args, **kwargs)
+            with known_integers((*args, *kwargs.values())) if self.policy.by_block else nullcontext():
+                return forward(module, *args, **kwargs)
         call = ModuleCall(role, module, forward, args, kwargs, self.options, self.division)
         extension = self.extension
         self.material.was_called |= call.is_root

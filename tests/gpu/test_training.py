@@ -252,6 +252,21 @@ def test_activation_checkpointing_is_as_exact(recipe: str | None, reentrant: boo
     assert bool(kernels(checkpointed)) == (recipe is not None)
 
 
+def test_code_before_blocks_does_not_wait_for_the_gpu() -> None:
+    """transformers asks whether positions are packed, in each forward whose positions are not given."""
+    model, checkpointed, inputs = seeded(llama), converted(None), {"input_ids": batch()["input_ids"]}
+    checkpointed.gradient_checkpointing_enable({"use_reentrant": False})
+    for _ in range(3):
+        checkpointed(**inputs)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        checkpointed(**inputs)
+        with pytest.raises(RuntimeError, match="synchroniz"):
+            model(**inputs)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 # Serving
 
 

@@ -12,6 +12,7 @@ from torch._C import _disabled_torch_function_impl
 
 from te_transform.execution.blocks import blocks
 from te_transform.execution.call_context import ModuleCall, mode_of
+from te_transform.execution.known_integers import known_integers
 from te_transform.execution.material import ReportMaterial
 from te_transform.execution.policy import CapturePolicy
 from te_transform.execution.trials import Trials
@@ -56,7 +57,9 @@ class UserCode:
 
     def run(self, call: ModuleCall, but_blocks: bool = False) -> Any:
         """Run the call, with whole parameters if the model is divided, except for captured blocks."""
-        with self._with_whole_parameters(call, but_blocks):
+        given = (*call.args, *call.kwargs.values())
+        integers = known_integers(given) if but_blocks else nullcontext()
+        with self._with_whole_parameters(call, but_blocks), integers:
             return call.run_original()
 
     def _has_to(self, call: ModuleCall) -> bool:
