@@ -33,6 +33,7 @@ def positions(length: int = 6) -> Tensor:
         (lambda: find_packed_sequence_indices(positions().expand(3, -1)) is None, True),
         (lambda: bool((positions()[:, -1] == 5).all()), True),
         (lambda: int(positions()[0, 3]), 3),
+        (lambda: positions().view(1, 1, -1).expand(4, 2, -1)[3, 1].tolist(), [0, 1, 2, 3, 4, 5]),
         (lambda: [0, 7, 9][positions()[0, 1]], 7),
         (lambda: torch.arange(2, 11, 3, **META).tolist(), [2, 5, 8]),
         (lambda: torch.ones(2, 3, dtype=torch.bool, **META).sum().item(), 6),

@@ -23,10 +23,10 @@ MAX_ELEMENTS = 2**17  # of a tensor; an operation on as many takes the CPU about
 _MAKES = {"arange", "full", "ones", "zeros"}
 _COMPUTES = {
     "__and__", "__eq__", "__getitem__", "__invert__", "__or__", "__rsub__", "add", "all", "any", "cumsum",
-    "diff", "expand", "ge", "gt", "le", "lt", "mul", "ne", "reshape", "sub", "sum", "unsqueeze",
+    "diff", "expand", "ge", "gt", "le", "lt", "mul", "ne", "reshape", "sub", "sum", "unsqueeze", "view",
 }  # fmt: skip
 _ANSWERS = {"__bool__", "__index__", "__int__", "equal", "is_nonzero", "item", "tolist"}
-_READS = {"__len__", "clone", "dim", "embedding", "float", "numel", "size", "to", "view"}
+_READS = {"__len__", "clone", "dim", "embedding", "float", "new_ones", "numel", "size", "to", "where"}
 _READ_ATTRIBUTES = {"device", "dtype", "is_nested", "layout", "ndim", "requires_grad", "shape"}
 
 
