@@ -1,33 +1,28 @@
 """Skipped calls of whole blocks: FSDP does not gather the parameters of a block that is not called.
 
-The output of a dropped block is assembled from its arguments. Calls that run show the form of the output:
-one leaf is the stream after the block, and the other leaves are arguments or constants. A block is called as
-long as its form is unknown, or if it returns other values. Its graph then leaves the layer out.
+The output of a dropped block consists of its arguments and of constants. The first dropped call shows which
+argument stands where. A block with other outputs is called every time, and its graph leaves the layer out.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextvars import ContextVar
 from typing import Any
 
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
-ends: ContextVar[tuple[Any, Any] | None] = ContextVar("ends", default=None)
-"""The stream before and after the last layer that ran as a graph of its own."""
-
 _Form = tuple[TreeSpec, list[Any]]  # of an output: the position of an argument, or a constant, per leaf
 
 
 class BlockCalls:
-    """The forms of the outputs of a model's blocks, by block and by the structure of the arguments."""
+    """The forms of the outputs of dropped blocks, by block and by the structure of the arguments."""
 
     def __init__(self) -> None:
         self.forms: dict[tuple, _Form | None] = {}
 
     def passed(self, block: nn.Module, args: tuple, kwargs: dict) -> tuple[Any] | None:
-        """Return the output of a block that adds nothing, in a tuple, or None if its form is unknown."""
+        """Return the output of a dropped block, in a tuple, or None if its form is unknown."""
         form = self.forms.get(_call_key(block, args, kwargs))
         if form is None:
             return None
@@ -37,21 +32,16 @@ class BlockCalls:
         return (tree_unflatten(leaves, spec),)
 
     def learn(self, block: nn.Module, args: tuple, kwargs: dict, out: Any) -> None:
-        """Learn the form of a block's output from a call."""
-        noted, key = ends.get(), _call_key(block, args, kwargs)
-        if noted is None or key in self.forms:
-            return
+        """Learn the form of a block's output from a dropped call."""
         given, (leaves, spec) = tree_leaves((args, kwargs)), tree_flatten(out)
-        sources = [_source_of(leaf, given, *noted) for leaf in leaves]
-        is_known = None not in sources and any(leaf is noted[1] for leaf in leaves)
-        self.forms[key] = (spec, sources) if is_known else None
+        sources = [_source_of(leaf, given) for leaf in leaves]
+        self.forms[_call_key(block, args, kwargs)] = None if None in sources else (spec, sources)
 
 
-def _source_of(leaf: Any, given: Sequence[Any], before: Any, behind: Any) -> tuple[bool, Any] | None:
+def _source_of(leaf: Any, given: Sequence[Any]) -> tuple[bool, Any] | None:
     """Return the source of one output of a dropped block: the position of an argument, or a constant."""
-    wanted = before if leaf is behind else leaf
-    if isinstance(wanted, Tensor):
-        return next(((True, index) for index, held in enumerate(given) if held is wanted), None)
+    if isinstance(leaf, Tensor):
+        return next(((True, index) for index, held in enumerate(given) if held is leaf), None)
     return (False, leaf) if leaf is None or isinstance(leaf, (bool, str)) else None
 
 

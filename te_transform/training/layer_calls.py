@@ -84,8 +84,8 @@ class LayerCalls:
             _trained_layers.reset(token)
 
     def learn(self, call: ModuleCall, out: Any) -> None:
-        """Learn the form of a block's output from a training call."""
-        if call.is_block and self._trained_path(call.role, call.module) is not None:
+        """Learn the form of a dropped block's output."""
+        if call.is_block and self._drops(call.role, call.module):
             self.block_calls.learn(call.module, tuple(call.args), dict(call.kwargs), out)
 
     def executor(self, graph: CapturedGraph) -> LayeredGraph:
@@ -110,14 +110,19 @@ class LayerCalls:
         """Call a block, or leave it out if the step drops it and FSDP would gather its parameters."""
         role, runner = vars(block).get(CONVERTED), self.runner()
         is_ours = role is not None and runner is not None and runner.extension is self
-        path = self._trained_path(role, block) if is_ours and is_sharded(block) else None
-        decision = None if path is None else self.decision()
-        is_dropped = decision is not None and decision.draws.factor(path) is None
-        if is_dropped and (passed := self.block_calls.passed(block, args, kwargs)) is not None:
-            if runner.precision is not None:
-                keep_scales(block.parameters())
-            return passed[0]
+        if is_ours and self._drops(role, block):
+            passed = self.block_calls.passed(block, args, kwargs)
+            if passed is not None:
+                if runner.precision is not None:
+                    keep_scales(block.parameters())
+                return passed[0]
         return block._call_impl(*args, **kwargs)
+
+    def _drops(self, role: ModuleRole, block: nn.Module) -> bool:
+        """Return True if this step drops a block that FSDP shards."""
+        path = self._trained_path(role, block) if is_sharded(block) else None
+        decision = None if path is None else self.decision()
+        return decision is not None and decision.draws.factor(path) is None
 
     def _trained_path(self, role: ModuleRole, module: nn.Module) -> str | None:
         """Return the path of a module that is called in training, else None.

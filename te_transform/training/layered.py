@@ -15,12 +15,10 @@ from te_transform.backends.fp8.scale_table import keep_scales
 from te_transform.execution.pieces import dropped
 from te_transform.execution.rerun import is_trained
 from te_transform.graph import edit
-from te_transform.graph.marks import marked
-from te_transform.graph.nodes import dtype_of, is_parameter, path_below, returned
+from te_transform.graph.nodes import dtype_of, is_parameter, path_below
 from te_transform.plan.assign import put_in_recipe
 from te_transform.plan.match import Plan, plan
 from te_transform.plan.options import Options
-from te_transform.training.block_calls import ends
 from te_transform.training.residual import Layer, residual, unreached_arguments
 
 log = logging.getLogger(__name__)
@@ -141,8 +139,6 @@ class Layered:
         graph = plan_.captured.graph
         placeholders = [node for node in graph.nodes if node.op == "placeholder"]
         self.argument_indices = {node.name: index for index, node in enumerate(placeholders)}
-        marks = {node: node.args[0].name for _, node in marked(graph)}
-        self.ends = {marks[node]: index for index, node in enumerate(returned(graph)) if node in marks}
         unread = [filter(is_parameter, unreached_arguments([layer])) for layer in layers]
         self.weights = [[self.argument_indices[node.name] for node in nodes] for nodes in unread]
         self.in_recipe = any(getattr(site.fused, "in_fp8", False) for site in plan_.sites)
@@ -161,7 +157,6 @@ class Layered:
             dropped.reset(token)
         if self.in_recipe:
             keep_scales(arguments[index] for number in left_out for index in self.weights[number])
-        self._note_ends(arguments, outputs)
         return self._with_zeros(outputs, arguments, left_out) if decision.needs_zeros else outputs
 
     def _path(self, called: str, arguments: Sequence[Any]) -> str:
@@ -174,13 +169,6 @@ class Layered:
             return called
         is_known = len(self.plan.modules) == 1
         return self.plan.modules[0] if is_known else self.path_in(arguments)
-
-    def _note_ends(self, arguments: Sequence[Any], outputs: Sequence[Any]) -> None:
-        """Note the stream before and after the graph, if the graph is a single layer."""
-        start, end = self.layers[0].start.name, self.layers[0].end.name
-        found = self.argument_indices.get(start), self.ends.get(end)
-        is_whole = len(self.layers) == 1 and None not in found
-        ends.set((arguments[found[0]], outputs[found[1]]) if is_whole else None)
 
     def _with_zeros(self, outputs: Any, arguments: Sequence[Any], left_out: frozenset[int]) -> Any:
         """Give arguments that only dropped layers need zero gradients in the backward of outputs, for DDP."""
