@@ -208,13 +208,10 @@ def test_every_function_of_te_that_is_called_is_recorded() -> None:
     assert not missing, f"add {missing} to FUNCTIONS in tests/te_contract/record.py and {AGAIN}"
 
 
-INSTEAD = {"te.fp8_autocast": "te.autocast"}  # te/ asks for the first only where TE lacks the second
-
-
 def test_everything_that_is_read_of_te_was_there() -> None:
     names = record.read_of_te(TE)
     there = {name for name, homes in names.items() if any(CONTRACT["read"].get(home) for home in homes)}
-    assert {name for name in names.keys() - there if INSTEAD.get(name) not in there} == set(), AGAIN
+    assert names.keys() == there, AGAIN
     assert len(there) > 10
 
 

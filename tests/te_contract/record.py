@@ -41,7 +41,6 @@ FUNCTIONS = (
     "transformer_engine.pytorch.autocast",
     "transformer_engine.pytorch.cpp_extensions.fused_attn.fused_attn_bwd",
     "transformer_engine.pytorch.cpp_extensions.fused_attn.fused_attn_fwd",
-    "transformer_engine.pytorch.fp8_autocast",  # before TE 2.8
     "transformer_engine.pytorch.is_fp8_available",
     "transformer_engine.pytorch.is_fp8_block_scaling_available",
     "transformer_engine.pytorch.is_mxfp8_available",

@@ -10,14 +10,10 @@ import torch  # before TE, which loads libraries that come with it
 import transformer_engine.pytorch as te
 from torch import Tensor
 from transformer_engine.common import recipe as recipes
+from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
 from te_transform.backends.fp8.products import Scaling
 from te_transform.backends.repeated_forwards import ForwardNodes, running_backward
-
-try:
-    from transformer_engine.pytorch.quantization import FP8GlobalStateManager
-except ImportError:  # TE before 2.8
-    from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
 
 _FAST = recipes.MMParams(use_split_accumulator=False)
 
@@ -74,9 +70,7 @@ def multiple(recipe: Any) -> int:
 
 def autocast(recipe: Any, enabled: bool = True) -> contextlib.AbstractContextManager:
     """Run TE's modules in the recipe's precision."""
-    if hasattr(te, "autocast"):
-        return te.autocast(enabled=enabled, recipe=recipe)
-    return te.fp8_autocast(enabled=enabled, fp8_recipe=recipe)  # TE before 2.8
+    return te.autocast(enabled=enabled, recipe=recipe)
 
 
 def recipe_now() -> Any:
