@@ -24,7 +24,10 @@ from torch.utils._pytree import tree_map
 import te_transform.backends
 from te_transform.backends import limits, plain
 from te_transform.graph import ops
-from tests import reference_kernels  # noqa: F401  computes the operators of compiled graphs on the CPU
+from tests import (
+    reference_experts,
+    reference_kernels,  # noqa: F401  computes the operators of compiled graphs on the CPU
+)
 
 E4M3 = 448.0
 FORMAT = SimpleNamespace(value=SimpleNamespace(max_fwd=E4M3, max_bwd=E4M3), name="E4M3")
@@ -659,6 +662,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     imported = importlib.import_module("te_transform.backends.te")
     for name in _names():
         monkeypatch.setitem(sys.modules, name, sys.modules.pop(name))  # gone again after the test
+    monkeypatch.setitem(sys.modules, "te_transform.experts.triton_kernels", reference_experts)
     monkeypatch.setattr(te_transform.backends, "te", imported)
     monkeypatch.setattr(te_transform.backends, "why_missing", lambda: None)
     monkeypatch.setattr(limits, "DEVICE", "cpu")
