@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -13,10 +14,10 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from te_transform.backends.limits import on_kernels_device
+from te_transform.execution.call_signature import CallSignature, Function
 from te_transform.execution.console import status
 from te_transform.execution.cuda_graph_pair import noting_waits
 from te_transform.execution.distances import distance
-from te_transform.execution.graph_recording import CallSignature, Function, GraphRecording
 from te_transform.execution.rerun import as_it_was, call_on_views, copy_of, gradients_of
 from te_transform.graph.errors import in_a_line
 
@@ -32,23 +33,27 @@ REPEATS = 16
 _RECORDING = threading.RLock()  # all threads share PyTorch's capture stream
 
 
-def record_call(function: Function, signature: CallSignature, arguments: Sequence[Any]) -> str | None:
-    """Record a call and compare the recording with the function.
+MakeRecording = Callable[[Sequence[Any], Sequence[Any]], Any]  # from the arguments and outputs of a call
+
+
+def record_call(
+    function: Function, signature: CallSignature, arguments: Sequence[Any], make: MakeRecording
+) -> Any:
+    """Record a call by `make` and compare the recording with the function.
 
     Returns:
-        Why such calls cannot be replayed, or None.
+        The recording, or a sentence that says why such calls cannot be replayed.
     """
-    signature.graphs, why = None, _why_not_recorded(arguments)
+    why = _why_not_recorded(arguments)
     if not signature.writes <= {*function.changes}:
         why = "it writes to tensors that its operations do not name"
-    why = function.agreed(why)
-    if why is None:
-        try:
-            with status("recording CUDA graphs"), _RECORDING:
-                signature.graphs, why = _record_and_compare(function, signature, arguments)
-        except Exception as error:
-            why = _why(error)
-    return why
+    if (why := function.agreed(why)) is not None:
+        return why
+    try:
+        with status("recording CUDA graphs"), _RECORDING:
+            return _record_and_compare(function, signature, arguments, make)
+    except Exception as error:
+        return _why(error)
 
 
 def _why(error: Exception) -> str:
@@ -72,63 +77,92 @@ def _why_not_recorded(arguments: Sequence[Any]) -> str | None:
     return None if len(devices) == 1 else f"it reads tensors on {len(devices)} GPUs"
 
 
+@dataclass
+class _Results:
+    """The results of a function for one call."""
+
+    function: Function
+    trained: Sequence[int]  # the indices of the arguments that need a gradient
+    held: Sequence[Any]  # the arguments; those that are not static are copies
+    seeds: Mapping[int, Tensor]  # the gradients of outputs, by the indices of the outputs
+    expected: Sequence[Any]  # the outputs and the gradients of the trained arguments
+
+    def distances(self, compute: Callable[[], Sequence[Any]]) -> list[float]:
+        """Return how far the results that a function computes are from these."""
+        with as_it_was(self.held, self.function.changes):
+            return [*map(distance, compute(), self.expected)]
+
+    def replay(self, recorded: Any, arguments: Sequence[Any]) -> list[Any]:
+        """Return the results of a recording."""
+        recorded.gradients.is_free(())
+        found = recorded.outputs.assemble(recorded.forward(arguments), self.held)
+        if self.trained:
+            found += recorded.backward([self.seeds.get(index) for index in recorded.outputs.tensors])
+        return found
+
+    def rerun(self) -> list[Any]:
+        """Return the results of another run of the function, with perturbed gradients."""
+        outputs, trained = call_on_views(self.function.run, self.held, self.trained)
+        return _with_gradients(outputs, trained, {i: _rounded_otherwise(s) for i, s in self.seeds.items()})
+
+
 def _record_and_compare(
-    function: Function, signature: CallSignature, arguments: Sequence[Any]
-) -> tuple[GraphRecording | None, str | None]:
-    """Record a call and compare it with the function. Returns the recording, or why there is none."""
+    function: Function, signature: CallSignature, arguments: Sequence[Any], make: MakeRecording
+) -> Any:
+    """Return the recording of a call, or why there is none, or why it is not used."""
     held = [
         argument if static_inputs or not isinstance(argument, Tensor) else copy_of(argument)
         for argument, static_inputs in zip(arguments, function.static_inputs, strict=True)
     ]
     saved: list[Tensor] = []
     with as_it_was(held, function.changes), noting_waits() as waits:
-        with saved_tensors_hooks(partial(_noted_in, saved), lambda tensor: tensor):
+        with saved_tensors_hooks(lambda tensor: saved.append(tensor.detach()) or tensor, lambda held: held):
             outputs, trained = call_on_views(function.run, held, signature.trained)
         if (why := _unfit_outputs(outputs, held)) is not None:  # the same on every rank
-            return None, why
+            return why
         seeds = {index: torch.randn_like(outputs[index]) for index in sorted(signature.wanted)}
         expected = _with_gradients(outputs, trained, seeds)
-    recorded = None
-    if waits:
-        why = f"it synchronizes with the GPU: {waits[0]}"
-    else:
-        try:
-            with as_it_was(held, function.changes):
-                recorded = GraphRecording(function, signature, held, outputs)
-                if function.ranks is not None:
-                    function.ranks.freed_before_end(recorded.graphs)
-        except Exception as error:
-            why = _why(error)
-    if (why := function.agreed(why)) is not None or recorded is None:
-        return None, why
+    results = _Results(function, signature.trained, held, seeds, expected)
+    recorded = f"it synchronizes with the GPU: {waits[0]}" if waits else None
+    recorded = recorded or _recorded(function, held, outputs, make)
+    if (why := function.agreed(recorded if isinstance(recorded, str) else None)) is not None:
+        return why
     recorded.watch(saved)
-    del outputs, trained, saved
-    with as_it_was(held, function.changes):
-        recorded.gradients.is_free(())
-        found = recorded.outputs.assemble(recorded.forward(arguments), held)
-        if signature.trained:
-            found += recorded.backward([seeds.get(index) for index in recorded.outputs.tensors])
-        off = [*map(distance, found, expected)]
-        del found
-    rerun = partial(_distances, function, signature, held, seeds, expected)
-    why = _beyond_rounding(function, rerun, off)
-    return (recorded if why is None else None), why
+    del outputs, trained  # frees the memory of the backward
+    saved.clear()
+    off = results.distances(partial(results.replay, recorded, arguments))
+    why = _beyond_rounding(results, off)
+    return recorded if why is None else why
 
 
-def _beyond_rounding(
-    function: Function, rerun: Callable[[], list[float]], off: Sequence[float]
-) -> str | None:
+def _recorded(function: Function, held: Sequence[Any], outputs: Sequence[Any], make: MakeRecording) -> Any:
+    """Return the recording of a call with these arguments and outputs, or why there is none."""
+    try:
+        with as_it_was(held, function.changes):
+            recorded = make(held, outputs)
+            if function.ranks is not None:
+                function.ranks.freed_before_end(recorded.graphs)
+            return recorded
+    except Exception as error:
+        return _why(error)
+
+
+def _beyond_rounding(results: _Results, off: Sequence[float]) -> str | None:
     """Return a sentence if a result of a recording differs from the function by more than rounding, or None.
 
     FP8 rounds coarsely, and kernels that add in any order round differently in each call. An embedding's
     gradients add thousands of bf16 numbers to one row and differ by several percent.
+
+    Args:
+        results: of the function.
+        off: the distances of the recording's results.
     """
-    allowed = [DIFFERENT] * len(off)
+    agreed, allowed = results.function.agreed, [DIFFERENT] * len(off)
     for _ in range(REPEATS):
-        if function.agreed(_too_far(off, allowed)) is None:
+        if agreed(_too_far(off, allowed)) is None:
             return None
-        allowed = [*map(max, allowed, [2 * each for each in rerun()])]
-    return function.agreed(_too_far(off, allowed))
+        allowed = [*map(max, allowed, [2 * each for each in results.distances(results.rerun)])]
+    return agreed(_too_far(off, allowed))
 
 
 def _too_far(off: Sequence[float], allowed: Sequence[float]) -> str | None:
@@ -139,29 +173,9 @@ def _too_far(off: Sequence[float], allowed: Sequence[float]) -> str | None:
     return f"the recording computes other numbers, off by {each:.2g} where rounding is {most:.2g}"
 
 
-def _distances(
-    function: Function,
-    signature: CallSignature,
-    held: list[Any],
-    seeds: Mapping[int, Tensor],
-    expected: Sequence[Any],
-) -> list[float]:
-    """Return how far a rerun of the function with perturbed gradients is from its first results."""
-    with as_it_was(held, function.changes):
-        outputs, trained = call_on_views(function.run, held, signature.trained)
-        rounded = {index: _rounded_otherwise(seed) for index, seed in seeds.items()}
-        return [*map(distance, _with_gradients(outputs, trained, rounded), expected)]
-
-
 def _rounded_otherwise(seed: Tensor) -> Tensor:
     """Perturb each number by the rounding error of bf16."""
     return seed * (1 + 2**-8 * (2 * torch.rand_like(seed) - 1))
-
-
-def _noted_in(saved: list[Tensor], tensor: Tensor) -> Tensor:
-    """Note a tensor that autograd saves."""
-    saved.append(tensor.detach())
-    return tensor
 
 
 def _with_gradients(

@@ -12,15 +12,19 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from te_transform.backends.joined import check_unwritten, versions_of
 from te_transform.backends.tracing import batches_gradients, in_backward, recorded, saving_hooks
-from te_transform.execution.cuda_graph_pair import stream_now
-from te_transform.execution.graph_recording import CallSignature, Function, GraphRecording
+from te_transform.execution.call_signature import CallSignature, Function
+from te_transform.execution.cuda_graph_pair import CudaGraphPair, casting_anew, stream_now
+from te_transform.execution.gradient_memory import GradientMemory
+from te_transform.execution.recorded_values import RecordedInputs, RecordedOutputs
 from te_transform.execution.recording_check import record_call
 from te_transform.execution.rerun import (
     as_it_was,
@@ -129,7 +133,13 @@ class Replayed:
             everyone = list(_ALL)
         for each in everyone:  # if parameters moved, this graph may replace an older one
             each.forget_moved()
-        return record_call(self.function, signature, arguments)
+        signature.graphs = None  # frees the memory of an older recording
+        make = partial(GraphRecording, self.function, signature)
+        found = record_call(self.function, signature, arguments, make)
+        if isinstance(found, str):
+            return found
+        signature.graphs = found
+        return None
 
     def _refused(self, signature: CallSignature, why: str, arguments: Sequence[Any]) -> Sequence[Any]:
         """Run the function, now and for all later calls with this signature.
@@ -151,6 +161,70 @@ _ALL: weakref.WeakSet[Replayed] = weakref.WeakSet()
 def _is_recorded_by_others() -> bool:
     """Return True if the call belongs to an outer CUDA graph or a checkpoint."""
     return recorded() or saving_hooks() or in_backward()
+
+
+class GraphRecording:
+    """The recording of one call, which computes other calls with the same signature.
+
+    Args:
+        function: the recorded function.
+        signature: of the call.
+        arguments: of the call. Arguments that are not static are copies, to which later calls copy theirs.
+        outputs: of the function for these arguments.
+    """
+
+    def __init__(
+        self, function: Function, signature: CallSignature, arguments: Sequence[Any], outputs: Sequence[Any]
+    ):
+        self.writes = function.writes
+        self.inputs = RecordedInputs.of(arguments, function.static_inputs, function.changes)
+        self.outputs = RecordedOutputs.of(outputs, arguments, signature.wanted, bool(signature.trained))
+        # the number of leading arguments that a replay needs; the recorded kernels read the others in place
+        self.needs = 1 + max([*self.inputs.copies, *self.writes, *self.outputs.given.values()], default=-1)
+        returned = [outputs[index] for index in self.outputs.tensors]
+        self.seeds = [torch.zeros_like(returned[number]) for number in self.outputs.wanted]
+        self.watched: list[int] = []  # the indices of static arguments that the backward reads
+        self.graphs = self._recorded(function, signature, arguments, returned[0].device)
+        self.gradients = GradientMemory(self.graphs.gradients, signature.copies_gradients)
+
+    def _recorded(
+        self, function: Function, signature: CallSignature, arguments: Sequence[Any], device: torch.device
+    ) -> CudaGraphPair:
+        """Record the function's forward and its backward."""
+        trained: list[Tensor] = []
+
+        def forward() -> list[Tensor]:
+            found, trained[:] = call_on_views(function.run, arguments, signature.trained)
+            return [found[index] for index in self.outputs.tensors]
+
+        def backward(found: list[Tensor]) -> list[Tensor | None]:
+            used = [found[number] for number in self.outputs.wanted]
+            return list(gradients_of(used, trained, self.seeds))
+
+        with casting_anew():
+            return CudaGraphPair(forward, backward if signature.trained else None, device)
+
+    def watch(self, saved: Sequence[Tensor]) -> None:
+        """Note the static arguments that share memory with the tensors that autograd saved."""
+        self.watched = self.inputs.static_within(saved)
+
+    def forward(self, arguments: Sequence[Any]) -> list[Tensor]:
+        """Return the new tensors among the outputs of a call."""
+        with torch.no_grad():
+            self.inputs.copy_from(arguments)
+            self.graphs.first.replay()
+            for index in self.writes:
+                if not arguments[index].is_inference():
+                    increment_version(arguments[index])
+            return [output.clone() for output in self.graphs.outputs]
+
+    def backward(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Return the gradients of the last forward, given the gradients of its new tensors."""
+        with torch.no_grad():
+            for number, seed in zip(self.outputs.wanted, self.seeds, strict=True):
+                seed.copy_(grads[number])
+            self.graphs.second.replay()
+            return self.gradients.take()
 
 
 class Forward:

@@ -17,6 +17,7 @@ from te_transform.backends.ranks import bucket_size
 from te_transform.backends.tensor_registry import TensorRegistry
 from te_transform.canonicalize import written
 from te_transform.execution.call_context import CallContext
+from te_transform.execution.executors.fused import Fused
 from te_transform.execution.gathered import with_copied_vectors
 from te_transform.execution.graph_version import GraphVersion
 from te_transform.execution.pieces import dropped
@@ -47,32 +48,38 @@ class FirstCall(NamedTuple):
     """
 
     key: tuple[Any, ...]
+    specializations: Specializations
+
+    def run(self, call: CallContext) -> Any:
+        """Run the call, and note the products that ran in FP8."""
+        outputs = self.specializations.fused.run(call)
+        self.specializations.learn(self.key, call)
+        return outputs
 
 
 class Ready(NamedTuple):
     """The specialization of a call.
 
     Attributes:
-        lowered: the graph that `run` computes.
-        run: computes the outputs from `inputs(call)`.
+        lowered: the graph that `compute` computes.
+        compute: computes the outputs from the arguments of a call and the tensors of `known`.
         known: the precomputed values.
         backend: updates the scales of gradients at the end of the backward, or None if there are none.
     """
 
     lowered: Specialized
-    run: SpecializedRun
+    compute: SpecializedRun
     known: Precomputed
     backend: Any
 
-    def inputs(self, call: CallContext) -> tuple[Any, ...]:
-        """Return the inputs of `run` for a call."""
-        arguments = call.args if self.backend is None else with_copied_vectors(call.args)
-        return (*arguments, *self.known.tensors)
-
-    def update_scales(self, call: CallContext, outputs: Any) -> None:
-        """Update the scales at the end of the backward of these outputs."""
-        if self.backend is not None and call.records_gradients:
+    def run(self, call: CallContext) -> Any:
+        """Run the call, and update the scales at the end of its backward."""
+        if self.backend is None:
+            return self.compute(*call.args, *self.known.tensors)
+        outputs = self.compute(*with_copied_vectors(call.args), *self.known.tensors)
+        if call.records_gradients:
             self.backend.update_scales_after_backward(outputs)
+        return outputs
 
 
 class ProductsInFP8:
@@ -103,12 +110,13 @@ class Specializations:
 
     Args:
         version: the graph, and its sites that run as captured.
+        fused: runs the first calls.
         make: makes the function of a specialization, or returns None if the compiler fails.
     """
 
-    def __init__(self, version: GraphVersion, make: Make):
+    def __init__(self, version: GraphVersion, fused: Fused, make: Make):
         plan, options = version.plan, version.options
-        self.version, self.make = version, make
+        self.version, self.fused, self.make = version, fused, make
         placeholders = [node for node in plan.captured.graph.nodes if node.op == "placeholder"]
         names = [node.name for node in placeholders]
         self.varying = [index for index, node in enumerate(placeholders) if _varies(node)]
@@ -168,7 +176,7 @@ class Specializations:
             return self._find_again(call, noted.again() if call.is_checkpointed else None)
         found = self._find(call)
         is_ready = isinstance(found, Ready)
-        noted.note(ran=(found.lowered, found.run, found.known.key) if is_ready else None)
+        noted.note(ran=(found.lowered, found.compute, found.known.key) if is_ready else None)
         return found
 
     def _find_again(self, call: CallContext, noted: NotedCall | None) -> Ready | str:
@@ -194,7 +202,7 @@ class Specializations:
             in_fp8 = [in_recipe(arguments[index], site.fused.in_fp8) for site, index in self.products.items()]
             key = (scaling, tuple(in_fp8), self.sizes(arguments))
             if key not in self.in_fp8.known:
-                return FirstCall(key)
+                return FirstCall(key, self)
             sites = self.in_fp8.known[key]
         lowered = self._lowered(sites)
         known = lowered.look(arguments)
@@ -205,12 +213,12 @@ class Specializations:
             return _FAILED
         return Ready(lowered, run, known, self.options.backend if sites else None)
 
-    def learn(self, first: FirstCall, call: CallContext) -> None:
+    def learn(self, key: tuple[Any, ...], call: CallContext) -> None:
         """Note the products that ran in FP8 in a first call."""
-        if not self.in_fp8.note_layers(first.key):
+        if not self.in_fp8.note_layers(key):
             return
-        inside = {site for site, in_fp8 in zip(self.products, first.key[1], strict=True) if in_fp8}
-        self.in_fp8.known[first.key] = self._lowered(frozenset(inside)).ran_in_recipe(call.args)
+        inside = {site for site, in_fp8 in zip(self.products, key[1], strict=True) if in_fp8}
+        self.in_fp8.known[key] = self._lowered(frozenset(inside)).ran_in_recipe(call.args)
 
     def sizes(self, arguments: Sequence[Any]) -> tuple[Any, ...]:
         """Return the sizes that dynamo did not guard: numbers, shapes and strides."""

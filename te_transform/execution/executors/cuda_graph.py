@@ -13,15 +13,15 @@ from torch import Tensor, fx
 from te_transform.backends.fp8.fp8_only import StoredForms, addresses, closed, forms_of, opened
 from te_transform.canonicalize import written
 from te_transform.execution.call_context import CallContext
+from te_transform.execution.call_signature import CallSignature, Function
 from te_transform.execution.cuda_graph_pair import stream_now
 from te_transform.execution.executors.fused import Fused
 from te_transform.execution.executors.inductor import compiled, in_layers
-from te_transform.execution.graph_recording import CallSignature, Function
 from te_transform.execution.graph_version import GraphVersion
 from te_transform.execution.lm_head import Head, head_of, with_head
 from te_transform.execution.pieces import Piece
 from te_transform.execution.replayed import Replayed
-from te_transform.execution.specializations import FirstCall, Ready, Specializations, attention_kernels
+from te_transform.execution.specializations import Ready, Specializations, attention_kernels
 from te_transform.execution.specialize import Precomputed, Specialized
 from te_transform.graph.marks import marked
 from te_transform.graph.nodes import returned, stays_in_place, storages
@@ -85,8 +85,8 @@ class CudaGraph:
 
     def __init__(self, version: GraphVersion, fused: Fused):
         plan = version.plan
-        self.options, self.fused, self.tell, self.ranks = version.options, fused, version.tell, version.ranks
-        self.specializations = Specializations(version, self._make)
+        self.options, self.tell, self.ranks = version.options, version.tell, version.ranks
+        self.specializations = Specializations(version, fused, self._make)
         seen = written(plan.captured.graph)
         placeholders = [node for node in plan.captured.graph.nodes if node.op == "placeholder"]
         self.static_inputs = [stays_in_place(node) or node in seen for node in placeholders]
@@ -99,38 +99,30 @@ class CudaGraph:
         if why is not None:
             return why
         step = self._step(call)
-        call.found = self._replay_of(step)
-        if call.found is None:
-            found = self.specializations.find(call)
-            if isinstance(found, str):
-                return found
-            call.found = found, step
+        found = self._replay_of(step) or self.specializations.find(call)
+        if isinstance(found, str):
+            return found
+        call.found = found, step
         return None
 
     def run(self, call: CallContext) -> Any:
         """Replay a recording, or run the call. The third call with the same shapes and mode is recorded."""
-        if callable(call.found):  # a replay of the last step's recording
-            return call.found(*call.args)
         found, step = call.found
-        if isinstance(found, FirstCall):
-            outputs = self.fused.run(call)
-            self.specializations.learn(found, call)
-            return outputs
-        outputs = found.run(*found.inputs(call))
-        found.update_scales(call, outputs)
-        is_step = step is not None and not found.known.states and not found.lowered.reads_values
-        if is_step and isinstance(found.run, Recorded):
-            self._keep(step, found, found.run, call.args)
+        if callable(found):  # a replay of the last step's recording
+            return found(*call.args)
+        outputs = found.run(call)
+        if step is not None and isinstance(found, Ready):
+            self._keep(step, found, call.args)
         return outputs
 
-    def _keep(
-        self, step: tuple[Any, ...], found: Ready, recorded: Recorded, arguments: Sequence[Any]
-    ) -> None:
+    def _keep(self, step: tuple[Any, ...], found: Ready, arguments: Sequence[Any]) -> None:
         """Keep the function that ran this call for the next one, if it reads only memory of the arguments."""
-        tensors = found.known.tensors
+        recorded, known = found.compute, found.known
+        if known.states or found.lowered.reads_values or not isinstance(recorded, Recorded):
+            return
         # True if precomputed tensors are memory of the arguments, not copies that each call makes
-        own = {*addresses(tensors)} <= {*step[0]}
-        signature = recorded.signature_of([*arguments, *tensors], len(arguments)) if own else None
+        own = {*addresses(known.tensors)} <= {*step[0]}
+        signature = recorded.signature_of([*arguments, *known.tensors], len(arguments)) if own else None
         self.last = None if signature is None else LastStep(step, recorded, weakref.ref(signature))
 
     def _step(self, call: CallContext) -> tuple[Any, ...] | None:

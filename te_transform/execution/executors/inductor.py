@@ -27,7 +27,7 @@ from te_transform.execution.graph_version import GraphVersion
 from te_transform.execution.lm_head import head_of, with_head
 from te_transform.execution.partition import in_pieces
 from te_transform.execution.pieces import Piece
-from te_transform.execution.specializations import FirstCall, Specializations
+from te_transform.execution.specializations import Specializations
 from te_transform.execution.specialize import Precomputed, Specialized
 from te_transform.graph.errors import in_a_line
 from te_transform.graph.marks import marked
@@ -62,8 +62,8 @@ class Inductor:
     name = "compiled"
 
     def __init__(self, version: GraphVersion, fused: Fused):
-        self.options, self.fused, self.tell = version.options, fused, version.tell
-        self.specializations = Specializations(version, self._make)
+        self.options, self.tell = version.options, version.tell
+        self.specializations = Specializations(version, fused, self._make)
 
     def refuse(self, call: CallContext) -> str | None:
         """Return why the call runs uncompiled."""
@@ -74,15 +74,8 @@ class Inductor:
         return call.found if isinstance(call.found, str) else None
 
     def run(self, call: CallContext) -> Any:
-        """Run the compiled graph with its precomputed tensors."""
-        found = call.found
-        if isinstance(found, FirstCall):
-            outputs = self.fused.run(call)
-            self.specializations.learn(found, call)
-        else:
-            outputs = found.run(*found.inputs(call))
-            found.update_scales(call, outputs)
-        return outputs
+        """Run the compiled graph, or the first call with these shapes and mode."""
+        return call.found.run(call)
 
     def _make(
         self, lowered: Specialized, known: Precomputed, arguments: Sequence[Any], bucket: int | None

@@ -1,4 +1,4 @@
-"""The recording of a call."""
+"""Functions of tensors that may be recorded, and the calls of each that one recording can compute."""
 
 from __future__ import annotations
 
@@ -7,15 +7,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
 
-from te_transform.execution.cuda_graph_pair import CudaGraphPair, casting_anew
 from te_transform.execution.division import RankGroup
-from te_transform.execution.gradient_memory import GradientMemory
-from te_transform.execution.recorded_values import RecordedInputs, RecordedOutputs
-from te_transform.execution.rerun import RunGraph, call_on_views, gradients_of
+from te_transform.execution.rerun import RunGraph
 
 MOST_CHANGES = 2  # changes of the set of outputs with gradients; each change causes a new recording
 
@@ -64,7 +59,7 @@ class CallSignature:
     refused: bool = False
     changes: int = 0  # changes of `wanted` after a recording
     copies_gradients: bool = False  # True if something other than `.grad` held a gradient
-    graphs: GraphRecording | None = None
+    graphs: Any = None  # the GraphRecording, see replayed.py
     waiting: Callable[[], Any] | None = None  # a weak reference to the last forward without a backward
 
     def knows_gradients(self) -> bool:
@@ -103,67 +98,3 @@ class CallSignature:
 def _versions(arguments: Sequence[Any]) -> dict[int, int]:
     tensors = ((index, a) for index, a in enumerate(arguments) if isinstance(a, Tensor))
     return {index: a._version for index, a in tensors if not a.is_inference()}
-
-
-class GraphRecording:
-    """The recording of one call, which computes other calls with the same signature.
-
-    Args:
-        function: the recorded function.
-        signature: of the call.
-        arguments: of the call. Arguments that are not static are copies, to which later calls copy theirs.
-        outputs: of the function for these arguments.
-    """
-
-    def __init__(
-        self, function: Function, signature: CallSignature, arguments: Sequence[Any], outputs: Sequence[Any]
-    ):
-        self.writes = function.writes
-        self.inputs = RecordedInputs.of(arguments, function.static_inputs, function.changes)
-        self.outputs = RecordedOutputs.of(outputs, arguments, signature.wanted, bool(signature.trained))
-        # the number of leading arguments that a replay needs; the recorded kernels read the others in place
-        self.needs = 1 + max([*self.inputs.copies, *self.writes, *self.outputs.given.values()], default=-1)
-        returned = [outputs[index] for index in self.outputs.tensors]
-        self.seeds = [torch.zeros_like(returned[number]) for number in self.outputs.wanted]
-        self.watched: list[int] = []  # the indices of static arguments that the backward reads
-        self.graphs = self._recorded(function, signature, arguments, returned[0].device)
-        self.gradients = GradientMemory(self.graphs.gradients, signature.copies_gradients)
-
-    def _recorded(
-        self, function: Function, signature: CallSignature, arguments: Sequence[Any], device: torch.device
-    ) -> CudaGraphPair:
-        """Record the function's forward and its backward."""
-        trained: list[Tensor] = []
-
-        def forward() -> list[Tensor]:
-            found, trained[:] = call_on_views(function.run, arguments, signature.trained)
-            return [found[index] for index in self.outputs.tensors]
-
-        def backward(found: list[Tensor]) -> list[Tensor | None]:
-            used = [found[number] for number in self.outputs.wanted]
-            return list(gradients_of(used, trained, self.seeds))
-
-        with casting_anew():
-            return CudaGraphPair(forward, backward if signature.trained else None, device)
-
-    def watch(self, saved: Sequence[Tensor]) -> None:
-        """Note the static arguments that share memory with the tensors that autograd saved."""
-        self.watched = self.inputs.static_within(saved)
-
-    def forward(self, arguments: Sequence[Any]) -> list[Tensor]:
-        """Return the new tensors among the outputs of a call."""
-        with torch.no_grad():
-            self.inputs.copy_from(arguments)
-            self.graphs.first.replay()
-            for index in self.writes:
-                if not arguments[index].is_inference():
-                    increment_version(arguments[index])
-            return [output.clone() for output in self.graphs.outputs]
-
-    def backward(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Return the gradients of the last forward, given the gradients of its new tensors."""
-        with torch.no_grad():
-            for number, seed in zip(self.outputs.wanted, self.seeds, strict=True):
-                seed.copy_(grads[number])
-            self.graphs.second.replay()
-            return self.gradients.take()
