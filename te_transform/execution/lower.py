@@ -232,26 +232,30 @@ class _Lowering:
         made[site.node] = edit.insert_call(self.graph, at, name, args, like=site.node)
         parts = self._split(site, at, made) if site.is_merged else {}
         for canonical, old in outputs.items():
-            columns = parts.get(canonical)
-            if columns is None:
-                new = self._node(canonical, at, made, new=True)
+            if canonical in parts:
+                new = self._own(old, parts[canonical], at)
             else:
-                new = self._own(old, columns, at)
-            if canonical.target in TURNS and old.name not in self.written and goes_into_products(old):
-                edit.take_any_layout(old)
-            elif canonical.target in TURNS:  # the result of the linear has another memory order
-                new = self._own_copy(new, at)
-            elif isinstance(site.fused, plain.DotProductAttention) and site.fused.written_out:
-                # kernels return the heads of a token together in memory, matrix products the tokens of a head
-                new = self._own(old, new, at) if goes_into_products(old) else self._own_copy(new, at)
-            elif columns is None and old.name in self.written:
-                # autograd forbids in-place writes to views from a Function, which kernels return; and the
-                # backward of attention reads the output of its forward
-                new = edit.insert_call(self.graph, at, torch.clone, (new,), like=canonical)
+                new = self._laid_out(site, canonical, old, self._node(canonical, at, made, new=True), at)
             self.stands[canonical.meta["origin"]] = new
             self.added[new] = None
             edit.replace_uses(old, new)
         edit.erase_cascade(self.graph, outputs.values(), _replaced_names(self.plan, site), staying=self.added)
+
+    def _laid_out(self, site: Site, canonical: fx.Node, old: fx.Node, new: fx.Node, at: fx.Node) -> fx.Node:
+        """Return an output, as a copy if its memory order could be noticed, or if it is written to."""
+        if canonical.target in TURNS:  # the result of the linear has another memory order
+            if old.name in self.written or not goes_into_products(old):
+                return self._own_copy(new, at)
+            edit.take_any_layout(old)
+            return new
+        if isinstance(site.fused, plain.DotProductAttention) and site.fused.written_out:
+            # kernels return the heads of a token together in memory, matrix products the tokens of a head
+            return self._own(old, new, at) if goes_into_products(old) else self._own_copy(new, at)
+        if old.name not in self.written:
+            return new
+        # autograd forbids in-place writes to views from a Function, which kernels return; and the backward of
+        # attention reads the output of its forward
+        return edit.insert_call(self.graph, at, torch.clone, (new,), like=canonical)
 
     def _place_of(self, site: Site, outputs: Collection[fx.Node]) -> fx.Node:
         """Return the first output, or the last output if an input of the site comes after the first."""

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import math
 import operator
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -249,25 +251,19 @@ def _without_zeros(before: tuple[int, ...], after: tuple[int, ...]) -> tuple[tup
     return tuple(found)
 
 
-def _dim_groups(before: tuple[int, ...], after: tuple[int, ...]) -> Iterator[tuple[list[int], list[int]]]:
-    """Yield the groups of dimensions of two shapes that hold the same elements, in order."""
-    i = j = 0
-    while i < len(before) or j < len(after):
-        old, new, a, b = [], [], 1, 1
-        while not old or not new or a != b:
-            if (a <= b and i < len(before)) or j == len(after):
-                a, i = a * before[i], i + 1
-                old.append(i - 1)
-            else:
-                b, j = b * after[j], j + 1
-                new.append(j - 1)
-            if i == len(before) and j == len(after):
-                break
-        while i < len(before) and before[i] == 1:
-            old, i = [*old, i], i + 1
-        while j < len(after) and after[j] == 1:
-            new, j = [*new, j], j + 1
-        yield old, new
+def _dim_groups(before: tuple[int, ...], after: tuple[int, ...]) -> Iterator[tuple[range, range]]:
+    """Yield the groups of dimensions of two shapes that hold the same elements, in order.
+
+    A group ends where the sizes so far have the same product. A dimension of size 1 belongs to the group
+    before it, or to the first group.
+    """
+    products = [[*accumulate(shape, operator.mul, initial=1)] for shape in (before, after)]
+    common = {*products[0]} & {*products[1]}
+    starts = (0, 0)
+    for product in sorted(common - {1} or common):
+        stops = tuple(bisect_right(each, product) - 1 for each in products)
+        yield range(starts[0], stops[0]), range(starts[1], stops[1])
+        starts = stops
 
 
 def _transpose(node: fx.Node, held: Held, ranks: int) -> ShardingStep:
