@@ -32,16 +32,15 @@ class Captures:
     def __init__(self, checker: Checker | None = None):
         self.checker = checker
         self.graphs: list[CapturedGraph] = []
-        self.runs: dict[type, Capture] = {}
-        self.parts: dict[type, tuple[Any, ...]] = {}  # of the captured forwards
+        self.runs: dict[type, tuple[Capture, tuple[Any, ...]]] = {}  # with code and defaults of the forward
         self.methods: dict[type, tuple[Any, ...]] = {}
 
     def of(self, kind: type, forward: Callable[..., Any], make: Callable[[], Capture]) -> Capture:
         """Return the captured forward of a class, and make it by `make` if there is none yet."""
         parts = _CODE_AND_DEFAULTS(forward) if isfunction(forward) else ()
-        if kind not in self.runs or not all(map(operator.is_, parts, self.parts[kind])):
-            self.runs[kind], self.parts[kind] = make(), parts
-        return self.runs[kind]
+        if kind not in self.runs or not all(map(operator.is_, parts, self.runs[kind][1])):
+            self.runs[kind] = make(), parts
+        return self.runs[kind][0]
 
     def forget(self, kind: type) -> None:
         """Discard the captured forward of a class. It is captured anew at its next call."""

@@ -161,17 +161,12 @@ class Runner:
 
     def _run_captured(self, call: ModuleCall) -> Any:
         """Run a call by dynamo, which captures the forward in the first call."""
-        module, kind, policy = call.module, type(call.module), self.policy
-        is_around = self._is_around(call)
-        make = partial(self._capture, kind, call.forward, is_around)
-        run = self.captures.of(kind, call.forward, make)
+        kind, policy, is_around = type(call.module), self.policy, self._is_around(call)
+        run = self.captures.of(kind, call.forward, partial(self._capture, kind, call.forward, is_around))
         run.turned_off = False
         policy.skip_this_mode.discard(kind)  # left over from a call that raised
-        stand_ins = nullcontext() if self.division is None else self.division.standing_in(module.modules())
         try:
-            with parts_end_graphs(is_around), set_aside(), stand_ins, suppress(_OnStandIns):
-                out = run(module, *call.args, **call.kwargs)
-            policy.end_call(module)
+            out = self._trace(call, run)
             if self.division is not None and (run.turned_off or kind in policy.skip_this_call):
                 # a part of its code ran on stand-ins, so the call runs again; its blocks are captured by now
                 policy.skip_this_call.discard(kind)
@@ -182,7 +177,7 @@ class Runner:
             if run.turned_off:  # the model rejects the arguments: capture anew in the next call
                 self.captures.forget(kind)
             if self.division is None and _may_fail_again(error, call):
-                with preserved(module):
+                with preserved(call.module):
                     call.run_original()  # raises the error of the user's own code
                     raise
             raise
@@ -190,6 +185,15 @@ class Runner:
             if policy.makes_nested and kind in policy.skip_this_call:  # training may still be captured
                 self.captures.forget(kind)
             policy.skip_this_call.discard(kind)
+
+    def _trace(self, call: ModuleCall, run: Callable[..., Any]) -> Any:
+        """Run a call by dynamo. A call of a divided model runs on stand-ins, and may end early."""
+        out, module, division = None, call.module, self.division
+        stand_ins = nullcontext() if division is None else division.standing_in(module.modules())
+        with parts_end_graphs(self._is_around(call)), set_aside(), stand_ins, suppress(_OnStandIns):
+            out = run(module, *call.args, **call.kwargs)
+        self.policy.end_call(module)
+        return out
 
     def _settle(self, model: nn.Module) -> None:
         """Apply the results of the last call of the model before the next call."""
