@@ -81,7 +81,7 @@ def test_modules_are_built_with_arguments_that_te_has_and_get_its_parameters(
         if given["params_dtype"] is torch.bfloat16:
             op(x, *tensors)
     kernel = op._kernel(op._weights(tensors), tensors[-1] is not None)
-    assert list(kernel.te.names) == list(kind.names)
+    assert list(kernel.names) == list(kind.names)
     made = kernel.module
     bound = constructor(name).bind(*made.sizes, **made.given).arguments
     assert bound.pop("device") == "meta"  # the word: TE puts modules on torch.device("meta") into memory

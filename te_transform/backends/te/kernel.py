@@ -39,7 +39,7 @@ class KeptWeights:
     state: ProductState | None = None
 
 
-class Kernel:
+class Kernel(LazyModule):
     """TE's module for the products that begin with one parameter, with their scales and cached weights.
 
     Args:
@@ -49,7 +49,8 @@ class Kernel:
     """
 
     def __init__(self, make: Callable[[], nn.Module], names: Sequence[str], weights: Sequence[Tensor]):
-        self.te, self.seen = LazyModule(make, names, len(weights)), RecordedAmax.of(len(weights))
+        super().__init__(make, names, len(weights))
+        self.seen = RecordedAmax.of(len(weights))
         self.weights = [Source.of(weight) for weight in weights]
         self.in_fp8 = False  # True if the last call ran in FP8
         self.calibrating = False  # True if the last call ran in its own dtype because there were no scales
@@ -59,11 +60,6 @@ class Kernel:
         self.tensors: dict[int, tuple[TensorVersion, Tensor]] = {}  # TE's tensors of FP8-only weights
         self.vectors: dict[tuple[float, torch.device], Tensor] = {}  # for norms without a scale or a bias
 
-    @property
-    def module(self) -> nn.Module:
-        """TE's module, built at its first call."""
-        return self.te.module
-
     def parameters(self) -> list[Tensor]:
         """Return the parameters of the last call's weights that have not been freed."""
         return [parameter for source in self.weights for parameter in source.parameters()]
@@ -72,11 +68,6 @@ class Kernel:
     def ran_in_recipe(self) -> bool:
         """True if the last call was meant to run in FP8."""
         return self.in_fp8 or self.calibrating
-
-    @property
-    def scales_by_blocks(self) -> bool:
-        """True if the recipe of the last call in FP8 has several scales per weight."""
-        return self.te.scales_by_blocks
 
     def look_at(self, weights: Sequence[Tensor]) -> bool:
         """Note the weights of a call, and free the cache of other weights.
@@ -118,12 +109,12 @@ class Kernel:
     def forget_weights(self) -> None:
         """Free the cached quantized weights."""
         self.kept = KeptWeights()
-        self.te.free_weights()
+        self.free_weights()
 
     def tensor_of(self, number: int, weight: FP8Only) -> Tensor:
         """Return TE's tensor of the bytes of an FP8-only weight, within a recipe; TE caches its transpose."""
         if number not in self.tensors or not self.tensors[number][0].is_of(weight.held):
-            quantizer = self.te.weight_quantizer(number)
+            quantizer = self.weight_quantizer(number)
             made = Float8Tensor(
                 shape=weight.shape,
                 dtype=weight.dtype,
@@ -144,10 +135,6 @@ class Kernel:
                 self.vectors[key] = torch.full(size, number, dtype=weight.dtype, device=weight.device)
         return self.vectors[key]
 
-    def delayed(self) -> dict[str, Any]:
-        """Return the states of delayed scaling, "forward" and "backward"; {} before there are any."""
-        return self.te.delayed()
-
     def notice_other_recipe(self) -> None:
         """Calibrate again if TE dropped the scales, for another recipe of another model."""
         if self.seen.used and not self.delayed():
@@ -156,7 +143,7 @@ class Kernel:
     def take_saved(self) -> None:
         """Start with the scales that were loaded for its weights, if there are any."""
         if not self.seen.used and not self.seen.again and (saved := scale_table.loaded_for(self)) is not None:
-            self.te.init_scales()
+            self.init_scales()
             scale_table.restore(self, saved, self.delayed())
 
     def give_scales(self, recipe: Any, gradients: bool) -> None:
@@ -167,7 +154,7 @@ class Kernel:
         """
         limits, products = recipe.fp8_format.value, list(enumerate(self.seen.products))
         if self.seen.is_new("forward"):
-            self.te.init_scales()
+            self.init_scales()
             amaxes = {3 * i: product.input for i, product in products}
             amaxes |= {3 * i + 1: product.weight for i, product in products}
             _set_scales(self.module.fp8_meta["scaling_fwd"], amaxes, limits.max_fwd, recipe)
@@ -189,7 +176,7 @@ class Kernel:
 
     def _scales(self) -> ProductState:
         """Return the tensors of the scales, which TE updates in place."""
-        self.te.init_scales()
+        self.init_scales()
         meta = self.module.fp8_meta
         FP8GlobalStateManager.add_fp8_tensors_to_global_buffer(meta)
         forward, backward = meta["scaling_fwd"], meta["scaling_bwd"]
@@ -209,7 +196,7 @@ class Kernel:
 
     def note_call(self) -> None:
         """Note how this call runs, for a checkpoint that may repeat it."""
-        self.calls.note(self.in_fp8, self.calibrating, self.te.forward_scales)
+        self.calls.note(self.in_fp8, self.calibrating, self.forward_scales)
 
     def call_again(self) -> NotedCall | None:
         """Return the call that a checkpoint repeats, by default the last one, or None if it had no recipe."""

@@ -117,7 +117,7 @@ class _TEProduct(MatrixProduct):
         weights, trained = self._weights(tensors), _needs_gradient(x, *tensors)
         if recipe is None or not self._has_scales(kernel, recipe, weights, trained):
             return self.plain(kernel.seen.product(), x, *tensors)
-        with kernel.te.as_before(call, recipe):
+        with kernel.as_before(call, recipe):
             return self._in_fp8(kernel, x, tensors, gradients)
 
     def ran_in_recipe(self, weights: Sequence[Tensor], bias: bool) -> bool:
@@ -172,9 +172,9 @@ class _TEProduct(MatrixProduct):
         def run(x: Tensor, *given: Tensor | None) -> Out:
             given = self._kernel_arguments(kernel, given, tensors, gradients)
             if not FP8GlobalStateManager.is_fp8_enabled():
-                return kernel.te.run(x, given, gradients is not None)
+                return kernel.run(x, given, gradients is not None)
             with autocast(None, enabled=False):
-                return kernel.te.run(x, given, gradients is not None)
+                return kernel.run(x, given, gradients is not None)
 
         plain_tensors = (None if tensor is None else exact(tensor) for tensor in tensors)
         plainly = partial(self.plain, plain.product)
@@ -187,7 +187,7 @@ class _TEProduct(MatrixProduct):
         given = self._kernel_arguments(kernel, tensors, tensors, gradients)
 
         def run(x: Tensor) -> Out:
-            return differentiable_once(kernel.te.run(x, given, gradients is not None, kernel.keeps), _ONCE)
+            return differentiable_once(kernel.run(x, given, gradients is not None, kernel.keeps), _ONCE)
 
         out = with_full_rows(run, x, multiple(FP8GlobalStateManager.get_fp8_recipe()))
         return self._watched(out, tensors)
