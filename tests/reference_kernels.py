@@ -13,7 +13,7 @@ from torch import Tensor
 
 from te_transform.backends import plain
 from te_transform.backends.banded_attention import OPEN
-from te_transform.backends.bands import Band, within_band, within_documents
+from te_transform.backends.bands import Band
 from te_transform.backends.fp8.ops import InFP8, multiply
 from te_transform.backends.library import LIBRARY
 
@@ -72,6 +72,25 @@ def _scores(
         sees = sees & within_documents(ends, *query.shape[:2])
     scores = _in_float_heads(query, query.shape[2]) @ _in_float_heads(key, query.shape[2]).mT * scale
     return scores.masked_fill(~sees, -torch.inf)
+
+
+def within_band(band: Band, ends: Tensor | None, queries: int, keys: int, device: torch.device) -> Tensor:
+    """Return the band as a boolean mask [batch or 1, 1, queries, keys]."""
+    query, key = (torch.arange(size, dtype=torch.int64, device=device) for size in (queries, keys))
+    distance = (key - query.unsqueeze(-1)).view(1, 1, queries, keys)
+    mask = torch.ones_like(distance, dtype=torch.bool)
+    if band.before is not None:
+        mask = mask & (distance >= -band.before)
+    if band.after is not None:
+        mask = mask & (distance <= band.after)
+    return mask if ends is None else mask & (key < ends.diff().view(-1, 1, 1, 1))
+
+
+def within_documents(ends: Tensor, batch: int, length: int) -> Tensor:
+    """Return the boolean mask [batch, 1, length, length] of packed documents."""
+    positions = torch.arange(batch * length, dtype=torch.int64, device=ends.device)
+    own = torch.bucketize(positions, ends, right=True).view(batch, 1, length, 1)
+    return own == own.mT
 
 
 def _in_float_heads(x: Tensor, heads: int) -> Tensor:

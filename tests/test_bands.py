@@ -13,12 +13,13 @@ from torch import Tensor
 import te_transform
 from te_transform.backends import banded_attention, limits, plain
 from te_transform.backends.banded_attention import OPEN, attended, registered_ops
-from te_transform.backends.bands import Band, banded, sees_itself, within_band, within_documents
+from te_transform.backends.bands import Band, banded, sees_itself
 from te_transform.backends.masks import SEEING, what_is
 from te_transform.graph.ops import sdpa
 from tests import reference_kernels
 from tests.conversions import ALL, error, gradients, run
 from tests.recordings import Recorder
+from tests.reference_kernels import within_band, within_documents
 from tests.zoo import zero_dropout
 
 LATER = pytest.mark.integration

@@ -88,24 +88,6 @@ def kept_keys(mask: Tensor) -> Tensor:
     return mask if mask.dtype is torch.bool else mask == 0
 
 
-def within_band(band: Band, ends: Tensor | None, queries: int, keys: int, device: torch.device) -> Tensor:
-    """Return the band as a boolean mask [batch or 1, 1, queries, keys]."""
-    query, key = _positions(queries, keys, device)
-    mask = torch.ones(1, 1, queries, keys, dtype=torch.bool, device=device)
-    if band.before is not None:
-        mask = mask & (key >= query - band.before)
-    if band.after is not None:
-        mask = mask & (key <= query + band.after)
-    return mask if ends is None else mask & (key < ends.diff().view(-1, 1, 1, 1))
-
-
-def within_documents(ends: Tensor, batch: int, length: int) -> Tensor:
-    """Return the boolean mask [batch, 1, length, length] of packed documents."""
-    positions = torch.arange(batch * length, dtype=torch.int64, device=ends.device)
-    own = torch.bucketize(positions, ends, right=True).view(batch, 1, length, 1)
-    return own == own.mT
-
-
 def sees_itself(keep: Tensor) -> Tensor:
     """Return True for each query that sees its own position, [batch or 1, length]; queries equal keys."""
     return keep.diagonal(dim1=-2, dim2=-1).reshape(-1, keep.shape[-1])
@@ -120,7 +102,8 @@ def measure(keep: Tensor) -> Tensor:
         more integers follow, see _documents().
     """
     queries, keys = keep.shape[-2:]
-    query, key = _positions(queries, keys, keep.device)
+    query, key = (torch.arange(size, dtype=torch.int64, device=keep.device) for size in (queries, keys))
+    query = query.unsqueeze(-1)
     sees, narrow = keep.any(-1, keepdim=True), keep.to(torch.uint8)
     first = narrow.argmax(-1, keepdim=True)
     last = keys - 1 - narrow.flip(-1).argmax(-1, keepdim=True)
@@ -190,8 +173,3 @@ def _power(number: int) -> int:
 def _lengths(keep: Tensor) -> Tensor:
     """Return the number of keys that any query of each sequence sees, int32 [batch]."""
     return keep.any(-2).sum(-1, dtype=torch.int32).flatten()
-
-
-def _positions(queries: int, keys: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    query, key = (torch.arange(size, dtype=torch.int64, device=device) for size in (queries, keys))
-    return query.unsqueeze(-1), key

@@ -5,8 +5,9 @@ import torch
 from torch import Tensor
 
 from te_transform.backends import plain
-from te_transform.backends.bands import Band, banded, within_band
+from te_transform.backends.bands import Band, banded
 from tests.gpu.attended import ends_of, poison, random, recorded
+from tests.reference_kernels import within_band
 
 # queries and keys, and how far a query sees
 REACHES = {
