@@ -144,10 +144,17 @@ class MaskOp(GraphOp):
         keys = tuple(_argument_key(*each) for each in zip(arguments, self.stored, strict=True))
         data = [argument for argument, key in zip(arguments, keys, strict=True) if key is None]
         keys += (torch.get_default_dtype(), *map(autocast_dtype, data))  # the operations compute in these
-        alone = len(data) == 1 and not data[0].is_inference()
-        of_data = self._looked.setdefault(data[0], {}) if alone else {}
+        if len(data) == 1 and not data[0].is_inference():
+            return self._look_at(data[0], keys, arguments)
+        return *self._find(data, keys, arguments), None
+
+    def _look_at(
+        self, data: Tensor, keys: tuple, arguments: Sequence[Any]
+    ) -> tuple[Answer, Tensor | None, _Looked]:
+        """Return the results of _look() for a mask that is computed from one data tensor."""
+        of_data = self._looked.setdefault(data, {})
         known = of_data.get(keys)
-        if known is not None and known.is_of(data[0]):
+        if known is not None and known.is_of(data):
             if known.maker != id(self):
                 self.kept.makers.add(known.maker)
             mask = self.kept.masks.get(known)
@@ -155,13 +162,11 @@ class MaskOp(GraphOp):
                 mask = None
             return known.answer, mask, known
         # taken before the evaluation, because another thread may write to the data meanwhile
-        stamp = TensorVersion.of(data[0]) if alone else None
-        answer, made = self._find(data, keys, arguments)
-        if stamp is None:
-            return answer, made, None
+        stamp = TensorVersion.of(data)
+        answer, made = self._find([data], keys, arguments)
         if len(of_data) >= _FEW:
             of_data.clear()
-        known = of_data[keys] = _Looked(stamp, _copy_on_cpu(data[0]), answer, id(self))
+        known = of_data[keys] = _Looked(stamp, _copy_on_cpu(data), answer, id(self))
         return answer, made, known
 
     def _find(

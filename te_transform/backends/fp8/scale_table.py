@@ -142,19 +142,21 @@ def save(kernels: Iterable[ScaledKernel], saved: Mapping[str, ScaleRow]) -> None
     Products that share a weight share a row, with the larger amax.
     """
     for kernel in kernels:
-        given = list(_changed_scales(kernel))
-        for number, (name, product) in enumerate(zip(names_of(kernel), kernel.seen.products, strict=True)):
-            if (row := saved.get(name)) is None:
-                continue
-            for column, tensor in enumerate(_AMAX_NAMES):
-                if (amax := getattr(product, tensor)) is not None:
-                    row["seen"][column] = torch.maximum(row["seen"][column], amax.cpu())
-            for columns, state in given:
-                width = columns.stop - columns.start
-                own = slice(number * width, (number + 1) * width)
-                row["scale"][columns] = torch.minimum(row["scale"][columns], state.scale[own].cpu())
-                history = row["amax_history"][:, columns]
-                history.copy_(torch.maximum(history, state.amax_history[:, own].cpu()))
+        for number, name in enumerate(names_of(kernel)):
+            if name in saved:
+                _save_product(kernel, number, saved[name])
+
+
+def _save_product(kernel: ScaledKernel, number: int, row: ScaleRow) -> None:
+    for column, name in enumerate(_AMAX_NAMES):
+        if (amax := getattr(kernel.seen.products[number], name)) is not None:
+            row["seen"][column] = torch.maximum(row["seen"][column], amax.cpu())
+    for columns, state in _changed_scales(kernel):
+        width = columns.stop - columns.start
+        own = slice(number * width, (number + 1) * width)
+        row["scale"][columns] = torch.minimum(row["scale"][columns], state.scale[own].cpu())
+        history = row["amax_history"][:, columns]
+        history.copy_(torch.maximum(history, state.amax_history[:, own].cpu()))
 
 
 def combine_ranks(saved: Mapping[str, ScaleRow], maximum: Maximum, device: Any) -> None:

@@ -82,33 +82,32 @@ class DotProductAttention(FusedOp):
             mask, is_causal = None, is_causal or mask == "causal"
         elif hidden is not None and not isinstance(mask, Banded):
             query = ops.zero_hidden(query, hidden)
-        given, mask = mask, tensor_of(mask)
-        rest = (mask, dropout_p, is_causal, scale, enable_gqa)
+        rest = (dropout_p, is_causal, scale, enable_gqa)
         if sinks is not None:
-            return self.beside_sinks(query, key, value, sinks, given, *rest[1:])
+            return self.beside_sinks(query, key, value, sinks, mask, *rest)
         if _fill_matters(query, key, scale, fill, filled, is_known):
-            how = {"wide_scores": self.wide_scores, "fill": fill, "filled": filled}
-            return _attention_in_ops(query, key, value, *rest, **how)
-        # PyTorch's attention has these limits:
-        # - Without queries or keys, the mask gets no gradient, and the result is NaN in all batches.
-        # - If a mask of finite numbers masks a whole row, the gradients of fused kernels are wrong (torch
-        #   2.13). The number of keys is rounded away in the log-sum-exp by which they normalize.
-        # - GPU kernels refuse a mask of another dtype, and under autocast the mask is rounded to 16 bits.
-        nothing = query.numel() * key.numel() == 0
-        if self.written_out and (transformed() or nothing or _is_unsupported(query, given)):
-            return _attention_in_ops(query, key, value, *rest, wide_scores=self.wide_scores)
+            return self._in_ops(query, key, value, mask, *rest, fill=fill, filled=filled)
+        if self.written_out and (transformed() or _is_unsupported(query, key, mask)):
+            return self._in_ops(query, key, value, mask, *rest)
+        numbers = tensor_of(mask)
         if transformed():  # here, rows that see no key are zero, and have no gradient
-            return ops.sdpa(query, key, value, *rest)
-        if not (self.written_out or traced()) and given is mask and self.too_small(query, key, mask):
-            return DotProductAttention.attend(self, query, key, value, *rest)
+            return ops.sdpa(query, key, value, numbers, *rest)
+        if not (self.written_out or traced()) and mask is numbers and self.too_small(query, key, numbers):
+            return DotProductAttention.attend(self, query, key, value, numbers, *rest)
         # a compiler chooses the tensors that a backward keeps, and records no second backward
         value = value if compiling.get() else _in_own_storage(value, query, key)
         # with dropout, the plain version would draw other random numbers
         twice = self.written_out and not dropout_p and not compiling.get()
-        arguments = (query, key, value, given, *rest[1:])
+        arguments = (query, key, value, mask, *rest)
         out = differentiable_twice(self.attend, _math, arguments) if twice else self.attend(*arguments)
-        nan_rows = self.written_out and mask is not None and hidden is None and _may_be_blind(given)
-        return _with_nan_rows(out, value, mask) if nan_rows else out
+        nan_rows = self.written_out and numbers is not None and hidden is None and _may_be_blind(mask)
+        return _with_nan_rows(out, value, numbers) if nan_rows else out
+
+    def _in_ops(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Given, *rest: Any, **how: Any
+    ) -> Tensor:
+        how = {"wide_scores": self.wide_scores, **how}
+        return _attention_in_ops(query, key, value, tensor_of(mask), *rest, **how)
 
     def too_small(self, query: Tensor, key: Tensor, mask: Tensor | None) -> str | None:
         """Return why the kernel that PyTorch chooses for a call of the model is fast enough, or None."""
@@ -124,8 +123,7 @@ class DotProductAttention(FusedOp):
         *rest: Any,
     ) -> Tensor:
         """Compute attention with sinks (an additional score per query), which PyTorch's kernels lack."""
-        how = {"wide_scores": self.wide_scores, "sinks": sinks}
-        return _attention_in_ops(query, key, value, tensor_of(mask), *rest, **how)
+        return self._in_ops(query, key, value, mask, *rest, sinks=sinks)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Given, *rest: Any) -> Tensor:
         """Compute attention by the fastest kernel."""
@@ -153,8 +151,18 @@ class DotProductAttention(FusedOp):
         return out
 
 
-def _is_unsupported(query: Tensor, given: Given) -> bool:
-    """Return True if the mask is floating-point, and PyTorch's kernels do not support it."""
+def _is_unsupported(query: Tensor, key: Tensor, given: Given) -> bool:
+    """Return True if PyTorch's attention would be wrong, or would refuse the mask.
+
+    It has these limits:
+
+    - Without queries or keys, the mask gets no gradient, and the result is NaN in all batches.
+    - If a mask of finite numbers masks a whole row, the gradients of fused kernels are wrong (torch 2.13).
+      The number of keys is rounded away in the log-sum-exp by which they normalize.
+    - GPU kernels refuse a mask of another dtype, and under autocast the mask is rounded to 16 bits.
+    """
+    if query.numel() * key.numel() == 0:
+        return True
     mask = tensor_of(given)
     if mask is None or not mask.is_floating_point():
         return False

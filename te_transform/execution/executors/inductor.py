@@ -9,8 +9,8 @@ whose gradient inductor would have to concatenate.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -120,27 +120,34 @@ def compiled(
         graph.meta["dynamo_compile_id"], graph._param_name_to_source = None, {}
     doing = f"compiling a graph of {len(graph.graph.nodes)} operations"
     log.info(doing)
-    token, depth = compiling.set(True), functorch.get_dynamic_layer_stack_depth()
     try:
-        with status(doing), functorch_config.patch(**_TRACED):
-            mode = list_mode_options("default" if options.compile is True else options.compile)
-            compile = partial(compile_fx, config_patches=mode)
-            # in these modes, each piece would be a CUDA graph of its own
-            by_layer = options.compile not in IN_CUDA_GRAPHS
-            run = in_layers(graph, arguments, compile, tell, bucket, record) if by_layer else None
-            if run is None and marked(graph.graph):
-                return None
-            return compile(graph, arguments) if run is None else run
+        mode = list_mode_options("default" if options.compile is True else options.compile)
+        compile = partial(compile_fx, config_patches=mode)
+        with status(doing), _tracing():
+            if options.compile not in IN_CUDA_GRAPHS:  # in these, each piece would be a CUDA graph of its own
+                run = in_layers(graph, arguments, compile, tell, bucket, record)
+                if run is not None or marked(graph.graph):
+                    return run
+            return compile(graph, arguments)
     except Exception as error:
-        # operations of the graph enter and leave transforms of torch.func; PyTorch 2.11 raises when it leaves
-        # the last one
-        with suppress(RuntimeError):
-            functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)
         said = in_a_line(error)
         log.warning("a graph runs uncompiled, %s", said)
         log.debug("the traceback of this error", exc_info=error)
         tell(f"a graph runs uncompiled, {said}")
         return None
+
+
+@contextmanager
+def _tracing() -> Iterator[None]:
+    """Tell ops that they are traced, and leave the transforms of torch.func that a failed trace entered."""
+    token, depth = compiling.set(True), functorch.get_dynamic_layer_stack_depth()
+    try:
+        with functorch_config.patch(**_TRACED):
+            yield
+    except Exception:
+        with suppress(RuntimeError):  # PyTorch 2.11 raises when it leaves the last transform
+            functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)
+        raise
     finally:
         compiling.reset(token)
 
