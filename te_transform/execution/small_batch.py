@@ -53,9 +53,8 @@ class SmallBatch:
         self.sizes = {
             size._replace(rows=_expression(size.rows)) for size in map(size_of_product, self.products)
         }
-        # by the sizes in the arguments: the sizes of the products, and the last answer of refuse()
-        self.product_sizes: dict[tuple[int, ...], list[ProductSize] | None] = {}
-        self.answers: dict[tuple[int, ...], str | None] = {}
+        # by the sizes in the arguments: the last answer of refuse(), and the sizes of the products
+        self.known: dict[tuple[int, ...], tuple[str | None, list[ProductSize] | None]] = {}
 
     @property
     def never_gains(self) -> bool:
@@ -73,14 +72,14 @@ class SmallBatch:
         sizes = tuple(arguments[index] for index in self.symbols)
         if not all(isinstance(size, int) for size in sizes):  # sizes of nested and fake tensors are symbols
             return _DATA_DEPENDENT
-        if sizes not in self.product_sizes:
-            if len(self.product_sizes) >= _KNOWN:
-                self.product_sizes.clear()
-                self.answers.clear()
-            self.product_sizes[sizes] = self._products_at(sizes)
-        if not (in_backward() and sizes in self.answers):
-            self.answers[sizes] = self._why(self.product_sizes[sizes], arguments)
-        return self.answers[sizes]
+        known = self.known.get(sizes)
+        if known is not None and in_backward():
+            return known[0]
+        if known is None and len(self.known) >= _KNOWN:
+            self.known.clear()
+        products = self._products_at(sizes) if known is None else known[1]
+        self.known[sizes] = why, _ = self._why(products, arguments), products
+        return why
 
     def _why(self, products: list[ProductSize] | None, arguments: Sequence[Any]) -> str | None:
         # under accumulate(), kernels must add gradients to its buffers

@@ -193,7 +193,9 @@ class Specializations:
         arguments = call.args
         recipe, scaling = self.precision()
         if recipe is not None and scaling is None:
-            return self._only_in_te(recipe)
+            why = f"{type(recipe).__name__} runs only in TE's modules"
+            self.version.tell(f"graphs run {self._otherwise}, {why}")
+            return why
         first = next(iter(self.weights.values()), None)
         if self.options.graphs and first is not None and read_state(arguments[first]).gradients is not None:
             return _ACCUMULATED
@@ -225,18 +227,12 @@ class Specializations:
         varying = (arguments[index] for index in self.varying)
         return tuple((a.shape, a.stride()) if isinstance(a, Tensor) else a for a in varying)
 
-    def _only_in_te(self, recipe: Any) -> str:
-        why = f"{type(recipe).__name__} runs only in TE's modules"
-        self.version.tell(f"graphs run {self._otherwise}, {why}")
-        return why
-
     def _run_for(
         self, lowered: Specialized, known: Precomputed, call: CallContext, scaling: Any
     ) -> SpecializedRun | None:
-        bucket = self._bucket(call)
-        arguments = call.args
-        shared = self._shared(arguments)
-        key = (*known.key, scaling, attention_kernels(), self.sizes(arguments), shared, bucket)
+        bucket, arguments = self._bucket(call), call.args
+        sizes, shared = self.sizes(arguments), self._shared(arguments)
+        key = (*known.key, scaling, attention_kernels(), sizes, shared, bucket)
         if key not in lowered.runs:
             with compile_lock:  # compilers keep their state in variables that all threads share
                 self._make(key, lowered, known, arguments, bucket)
