@@ -143,6 +143,7 @@ def _may_be_scores(node: fx.Node) -> bool:
 
 
 def _mixes_heads(node: fx.Node) -> bool:
-    """Return True for a linear across heads, which were moved to the last of four dimensions."""
+    """Return True for a linear across heads, which are the last of four dimensions before or after a move."""
     is_square = node.target is ops.linear and same_shape(shape_of(node), shape_of(node.args[0]))
-    return is_square and len(shape_of(node)) == 4 and node.args[0].target in _MOVES
+    is_beside_move = any(beside.target in _MOVES for beside in (node.args[0], *node.users))
+    return is_square and len(shape_of(node)) == 4 and is_beside_move

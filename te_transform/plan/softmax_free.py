@@ -14,7 +14,9 @@ from te_transform.graph.nodes import called, is_model_tensor, reads_of, same_sha
 from te_transform.plan.scores import ENDS, PLAIN, towards
 
 LAST_PRODUCTS = (*PRODUCTS, torch.einsum)
-_POINTWISE = {*PLAIN, torch.sub, *ops.ACTIVATION_OPS} - {*PRODUCTS, torch.softmax}
+# exp() is the start of a softmax that is written out, and that is none if the sum of its row has a term more
+_IN_PLACE_OF_SOFTMAX = {*ops.ACTIVATION_OPS, torch.exp}
+_POINTWISE = {*PLAIN, torch.sub, *_IN_PLACE_OF_SOFTMAX} - {*PRODUCTS, torch.softmax}
 _FEATURE_MAPS = {F.elu, ops.relu, ops.squared_relu, torch.softmax}
 _AROUND_FEATURES = {*_POINTWISE, torch.permute, torch.transpose} - _FEATURE_MAPS
 
@@ -49,7 +51,7 @@ def _instead_of_softmax(product: fx.Node) -> str:
 
     path = [*towards(weights, reads_of, False, is_between), weights]
     factors = [product.args[1], *(factor for node in path if node.target in PRODUCTS for factor in node.args)]
-    activations = [called(node) for node in path if node.target in ops.ACTIVATION_OPS]
+    activations = [called(node) for node in path if node.target in _IN_PLACE_OF_SOFTMAX]
     is_attention = activations and len(factors) > 1 and not any(map(_is_stored, factors))
     return activations[0] if is_attention else ""
 

@@ -329,6 +329,22 @@ def with_heads_that_talk_later(model, q, k, v):
     return model.heads(weights.permute(0, 2, 3, 1)).permute(0, 3, 1, 2) @ v
 
 
+def with_talking_einsums(model, q, k, v):
+    weights = torch.einsum("bhqk,gh->bgqk", scores(q, k), model.heads.weight).softmax(-1)
+    return torch.einsum("bhqk,gh->bgqk", weights, model.heads.weight) @ v
+
+
+def softmax_plus_one(model, q, k, v):
+    grown = scores(q, k).exp()
+    return grown / (1 + grown.sum(-1, keepdim=True)) @ v
+
+
+def divided_after_the_product(model, q, k, v):
+    hidden = model.mask[: q.shape[-2], : q.shape[-2]] == 0
+    grown = scores(q, k).masked_fill(hidden, -torch.inf).exp()
+    return grown @ v / grown.sum(-1, keepdim=True)
+
+
 def linear_attention(model, q, k, v):
     q, k = F.elu(q) + 1, F.elu(k) + 1
     return q @ (k.mT @ v) / (q @ k.sum(-2, keepdim=True).mT)
@@ -353,6 +369,9 @@ OTHER_ATTENTION = {
     "squared ReLU attention": (by_squared_relu, INSTEAD.format("squared_relu")),
     "talking heads": (with_talking_heads, BETWEEN.format("linear")),
     "talking heads after the softmax": (with_heads_that_talk_later, BETWEEN.format("linear")),
+    "talking heads by einsum": (with_talking_einsums, BETWEEN.format("linear")),
+    "a softmax with one more term": (softmax_plus_one, INSTEAD.format("exp")),
+    "a softmax that is divided last": (divided_after_the_product, INSTEAD.format("exp")),
     "linear attention": (linear_attention, LINEAR.format("elu")),
     "linear attention by einsum": (linear_attention_by_einsum, LINEAR.format("relu")),
 }
