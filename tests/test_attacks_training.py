@@ -385,3 +385,69 @@ def test_dropout_draws_the_originals_numbers() -> None:
     for model in pair.models:
         model[0].eval()
     pair.agree(with_input_gradient)
+
+
+class ReturnsWeights(nn.Module):
+    """Attention that is written out and returns its dropped weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.dropout = nn.Dropout(0.2)
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        scores = self.q_proj(query) @ self.k_proj(key).mT * WIDTH**-0.5
+        weights = self.dropout(scores.softmax(-1))
+        return weights @ self.v_proj(value), weights.mean(0)
+
+
+class DropsWeights(nn.Module):
+    """A block that does not read the weights that its attention returns."""
+
+    def __init__(self, attention: Callable[[], nn.Module]):
+        super().__init__()
+        self.norm, self.attention, self.after = nn.LayerNorm(WIDTH), attention(), nn.Dropout(0.2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.after(self.attention(*[self.norm(x)] * 3)[0])
+
+
+WEIGHTS_UNREAD = {
+    "PyTorch's attention": partial(nn.MultiheadAttention, WIDTH, 2, dropout=0.2, batch_first=True),
+    "attention that is written out": ReturnsWeights,
+}
+
+
+@pytest.mark.parametrize("name", WEIGHTS_UNREAD)
+def test_attention_whose_weights_are_unread_draws_its_dropout_once(name: str) -> None:
+    """The mean of the weights kept the captured attention beside the fused one."""
+    model = seeded(partial(DropsWeights, WEIGHTS_UNREAD[name]))
+    Pair.of(model, rules="attention").agree(with_input_gradient)
+
+
+class DrawsUnread(nn.Module):
+    """A block that draws numbers which nothing reads, but which later draws depend on."""
+
+    def __init__(self, draw: Callable[[Tensor], Any]):
+        super().__init__()
+        self.norm, self.linear, self.draw = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), draw
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.linear(self.norm(x))
+        self.draw(hidden)
+        return x + F.dropout(hidden, 0.5)
+
+
+DRAWS_UNREAD = {
+    "dropout": lambda x: F.dropout(x, 0.5).mean(),
+    "attention": lambda x: F.scaled_dot_product_attention(x, x, x, dropout_p=0.5),
+    "a pooling": lambda x: F.fractional_max_pool2d(x[None], 2, output_size=2),
+    "numbers": lambda x: torch.binomial(torch.ones(2), torch.ones(2) / 2).sum(),
+    "an operator of aten": lambda x: torch.ops.aten.native_dropout.default(x, 0.5, True)[0].sum(),
+}
+
+
+@pytest.mark.parametrize("name", DRAWS_UNREAD)
+def test_unread_random_numbers_are_drawn(name: str) -> None:
+    pair = Pair.of(seeded(partial(DrawsUnread, DRAWS_UNREAD[name])), rules="layernorm_linear")
+    pair.agree(with_input_gradient)

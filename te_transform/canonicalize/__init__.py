@@ -50,16 +50,17 @@ def canonicalize(graph: fx.Graph, forms: Sequence[Forms] = ()) -> fx.Graph:
     an op may round at other points than the model. Submodules (get_attr, call_module, higher-order ops)
     stay, except autograd.Functions that are activations.
 
-    The captured graph is edited too, and its results do not change. Composite functions are inlined, sizes
-    are read early, writes to cosines and sines become new tensors, and `forms` make their own edits. After an
-    in-place write, readers of the tensor read the node of the write, so the write lies between the value and
-    its readers.
+    The captured graph is edited too, and its results do not change. Composite functions are inlined, calls
+    without readers and effects are erased, sizes are read early, writes to cosines and sines become new
+    tensors, and `forms` make their own edits. After an in-place write, readers of the tensor read the node of
+    the write, so the write lies between the value and its readers.
 
     Args:
         graph: the captured graph.
         forms: further forms, which the rules in use need.
     """
     inline_composites(graph)
+    edit.eliminate_dead_code(graph)  # an unread mean of attention weights would keep them, and their dropout
     put_by_index(graph)
     read_results(graph)
     compute_new_results(graph)

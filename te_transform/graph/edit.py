@@ -641,9 +641,8 @@ def take_any_layout(node: fx.Node) -> None:
 
 
 def eliminate_dead_code(graph: fx.Graph) -> None:
-    """Erase every unread call without writes, mode changes or random numbers."""
+    """Erase every unread call that has no other effect than its result."""
     for node in reversed(graph.nodes):
         called = node.op in ("call_function", "call_method")
-        kept = node_info.writes(node) or node_info.changes_state(node) or node_info.is_random(node)
-        if called and not node.users and not kept:
+        if called and not node.users and node_info.is_pure(node):
             graph.erase_node(node)
