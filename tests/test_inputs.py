@@ -1,5 +1,7 @@
 """Inputs that are invented: what they are, which are tried, and what an error says of them."""
 
+import math
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -123,6 +125,19 @@ class Several(nn.Linear):
         return super().forward(x + y)
 
 
+@pytest.mark.parametrize("door", [te_transform.convert, te_transform.inspect, te_transform.profile])
+def test_an_empty_batch_is_refused(door: Callable[[nn.Module, Tensor], object]) -> None:
+    with pytest.raises(
+        InputError, match=r"with values, got float32\[0, 4\]; pass a batch of at least one row"
+    ):
+        door(nn.Linear(4, 4), torch.zeros(0, 4))
+
+
+def test_a_converted_model_takes_an_empty_batch() -> None:
+    converted = te_transform.convert(nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4)), torch.randn(2, 4))
+    assert converted(torch.zeros(0, 4)).shape == (0, 4)
+
+
 def test_two_arguments_of_one_kind_are_invented() -> None:
     (inputs,) = as_inputs(Several(4, 4), None)
     assert [tensor.shape for tensor in inputs.args] == [(2, 8, 4), (2, 8, 4)]
@@ -156,6 +171,41 @@ class OfClasses(Denoiser):
         return self.condition(x, t, self.label(y))
 
 
+class OfVideos(Denoiser):
+    """Takes the frames before the channels."""
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        timestep: Tensor,
+        encoder_hidden_states: Tensor,
+        encoder_attention_mask: Tensor,
+    ) -> Tensor:
+        frames = hidden_states.shape[1]
+        text = self.text(encoder_hidden_states * encoder_attention_mask[..., None]).mean(1)
+        conditions = (timestep.repeat(frames), text.repeat(frames, 1))
+        return self.condition(hidden_states.transpose(0, 1).flatten(0, 1), *conditions)
+
+
+class OfRows(nn.Linear):
+    """Takes patches of latents as rows, and their grid."""
+
+    config = SimpleNamespace(in_channels=4)
+
+    def forward(
+        self, hidden_states: Tensor, timestep: Tensor, img_shapes: list[list[tuple[int, ...]]]
+    ) -> Tensor:
+        assert [math.prod(shape) for (shape,) in img_shapes] == [hidden_states.shape[1]] * len(hidden_states)
+        return super().forward(hidden_states) * timestep[:, None, None]
+
+
+class OfLists(Denoiser):
+    """Takes a list of latents and a list of texts."""
+
+    def forward(self, x: list[Tensor], t: Tensor, cap_feats: list[Tensor]) -> Tensor:
+        return self.condition(torch.stack(x), t, self.text(torch.stack(cap_feats)).mean(1))
+
+
 class OfTexts(Denoiser):
     def forward(
         self, sample: Tensor, encoder_hidden_states: Tensor, pooled_projections: Tensor, timestep: Tensor
@@ -186,6 +236,30 @@ def test_latents_times_and_conditions_are_generated(
     (inputs,) = as_inputs(model, None)
     assert {name: tensor.shape for name, tensor in inputs.kwargs.items()} == shapes
     assert te_transform.inspect(model).counts["linear"] >= 1
+
+
+@pytest.mark.parametrize(
+    ("model", "text"),
+    [
+        (
+            OfVideos(sample_size=16, in_channels=4, video_length=5, text_dim=6),
+            "hidden_states=float32[2, 5, 4, 16, 16], timestep=float32[2], "
+            "encoder_hidden_states=float32[2, 8, 6], encoder_attention_mask=int64[2, 8]",
+        ),
+        (
+            OfRows(4, 8),
+            "hidden_states=float32[2, 8, 4], timestep=float32[2], img_shapes=[[(1, 2, 4)], [(1, 2, 4)]]",
+        ),
+        (
+            OfLists(sample_size=16, cap_feat_dim=6),
+            "x=[float32[4, 16, 16], float32[4, 16, 16]], t=float32[2], "
+            "cap_feats=[float32[8, 6], float32[8, 6]]",
+        ),
+    ],
+    ids=["videos", "rows", "lists"],
+)
+def test_videos_rows_and_lists_of_latents_are_generated(model: nn.Module, text: str) -> None:
+    assert str(as_inputs(model, None)[0]) == text
 
 
 @pytest.mark.parametrize("name", ["nanogpt_flash", "llama", "vit", "t5", "torch_mha_bare"])

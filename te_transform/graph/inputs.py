@@ -97,8 +97,8 @@ def as_inputs(model: nn.Module, example_inputs: Any) -> list[Inputs]:
     """Return the example inputs as a list of Inputs, with a key/value cache switched off.
 
     Raises:
-        InputError: the inputs have another type, are a list in place of a tuple, or are missing and cannot be
-            generated.
+        InputError: the inputs have another type, are a list in place of a tuple, are an empty batch, or are
+            missing and cannot be generated.
     """
     if example_inputs is None:
         return [_without_cache(model, invent(model))]
@@ -112,7 +112,19 @@ def as_inputs(model: nn.Module, example_inputs: Any) -> list[Inputs]:
             f"expected a tuple with the arguments of one call, got a list of {len(samples)} samples, and the "
             "forward takes as many arguments; pass tuple(example_inputs)"
         )
-    return [_without_cache(model, _one(sample)) for sample in samples]
+    inputs = [_without_cache(model, _one(sample)) for sample in samples]
+    _check_values(inputs)
+    return inputs
+
+
+def _check_values(samples: Iterable[Inputs]) -> None:
+    """Raise an InputError for a sample without values: a check or a time on it would show nothing."""
+    for sample in samples:
+        tensors = [tensor for tensor in _input_tensors(sample) if not tensor.is_nested]
+        if tensors and not any(tensor.numel() for tensor in tensors):
+            raise InputError(
+                f"expected example inputs with values, got {sample}; pass a batch of at least one row"
+            )
 
 
 def _fits_signature(model: nn.Module, samples: list[Any]) -> bool:
@@ -340,6 +352,7 @@ _POSITIONS = (
 )  # fmt: skip
 _SIDES = (16, 32, 64, 224, 256)  # side lengths of images in pixels
 _SHOWN_PARAMETERS = 8
+_SHOWN_ENTRIES = 4  # of a list or tuple
 _MOST_ARGUMENTS = 3  # more arguments have too many combinations to try
 _WAVEFORM_SAMPLES = 8000  # samples of a waveform: half a second at 16 kHz
 
@@ -405,6 +418,9 @@ _FLOATS: dict[str, Callable[[Any], list[tuple[int, ...]]]] = {
 
 
 def _describe(value: Any) -> str:
+    if isinstance(value, (list, tuple)) and len(value) <= _SHOWN_ENTRIES:
+        entries = ", ".join(map(_describe, value))
+        return f"[{entries}]" if isinstance(value, list) else f"({entries})"
     if isinstance(value, dict):
         return f"{{{', '.join(f'{key}: {_describe(entry)}' for key, entry in value.items())}}}"
     if isinstance(value, torch.Tensor):

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves
 
 from te_transform.execution.attach import runners
-from te_transform.graph.inputs import InputError, Inputs, as_inputs
+from te_transform.graph.inputs import as_inputs
 from te_transform.graph.keywords import suggests
 from te_transform.graph.preserve import one_at_a_time, preserved
 from te_transform.plan.model import wrapped_by
@@ -81,7 +79,6 @@ def verify(
         first = uncompiled(model)
         pair = AnyPair(first, converted, Layout(first, converted, names, weights))
     samples = as_inputs(pair.model, example_inputs)
-    _check_values(samples)
     if (unequal := pair.unequal_weights()) is not None:
         return unequal
     sets = list(variations(pair.model, samples))
@@ -145,14 +142,3 @@ def _check_models(model: nn.Module, converted: nn.Module, has_layout: bool) -> N
             f"expected two whole models, got a {'first' if first else 'second'} model divided among ranks; "
             "call verify() before parallelize() or fully_shard()"
         )
-
-
-def _check_values(samples: Iterable[Inputs]) -> None:
-    """Raise an InputError for a sample without values, whose comparison would show nothing."""
-    for sample in samples:
-        leaves = tree_leaves((sample.args, sample.kwargs))
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_nested]
-        if tensors and not any(tensor.numel() for tensor in tensors):
-            raise InputError(
-                f"expected example inputs with values, got {sample}; pass a batch of at least one row"
-            )
