@@ -110,7 +110,7 @@ def _parse_tensor(told: str, like: Tensor) -> Tensor:
     ):
         raise LoadError(
             f"expected an input such as 2x16x64 (floats) or 2x16:int64:1000 (ids below 1000), got {told!r}; "
-            "join sizes by x, and name a dtype of torch"
+            "join sizes by x, each at least 1, and name a dtype of torch"
         )
     sizes = [int(size) for size in sizes]
     try:

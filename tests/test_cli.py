@@ -647,6 +647,8 @@ def test_models(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err.startswith(
         "te-transform: expected part of a tested model's name, got 'gpt17'"
     )
+    assert main(["models", "llamma"]) == 2
+    assert capsys.readouterr().err.endswith("did you mean 'llama'?\n")
 
 
 def test_explain_all(capsys: pytest.CaptureFixture[str]) -> None:
@@ -712,7 +714,7 @@ MISTAKES: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     ),
     "an input of four parts": (
         lambda folder: ["models_of_mine:two", "--input", "2x4x16:float32:2:2"],
-        "or 2x16:int64:1000 (ids below 1000), got '2x4x16:float32:2:2'; join sizes by x",
+        "or 2x16:int64:1000 (ids below 1000), got '2x4x16:float32:2:2'; join sizes by x, each at least 1",
     ),
     "sizes with spaces": (
         lambda folder: ["models_of_mine:two", "--input", "2 16"],

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import te_transform
 from te_transform import InputError, TraceError
-from te_transform.graph.inputs import Inputs, as_inputs
+from te_transform.graph.inputs import Inputs, as_inputs, invent
 from tests.families import FAMILIES
 from tests.others import OTHERS
 from tests.zoo import CASES, EXTRA, Case
@@ -141,6 +141,26 @@ def test_a_converted_model_takes_an_empty_batch() -> None:
 def test_two_arguments_of_one_kind_are_invented() -> None:
     (inputs,) = as_inputs(Several(4, 4), None)
     assert [tensor.shape for tensor in inputs.args] == [(2, 8, 4), (2, 8, 4)]
+
+
+class Masked(nn.Module):
+    """Embeds ids, and branches on the values of their mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.linear = nn.Embedding(9, 4), nn.Linear(4, 4)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        if attention_mask.shape[1] > 6 or not attention_mask.bool().all():
+            raise ValueError("too long")
+        return self.linear(self.embedding(input_ids) * attention_mask[..., None])
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_inputs_of_a_model_that_reads_values_are_generated_for_meta_too(device: str) -> None:
+    inputs = invent(Masked().to(device), length=12)
+    assert str(inputs) == "int64[2, 6], int64[2, 6]"
+    assert device == "meta" or inputs.args[1].unique().tolist() == [1]
 
 
 def test_many_arguments_are_asked_for() -> None:

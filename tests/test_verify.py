@@ -970,7 +970,15 @@ def test_variations_have_new_values_and_sizes() -> None:
     assert all(
         set(i.kwargs["input_ids"].flatten().tolist()) <= set(ids.flatten().tolist()) for i in made.values()
     )
-    assert made["left-padded"].kwargs["attention_mask"].tolist() == [[0, 1, 1, 1], [1, 1, 1, 1]]
+    mask = [[0, 1, 1, 1], [1, 1, 1, 1]]
+    assert made["left-padded"].kwargs["attention_mask"].tolist() == mask
+
+    class ByPosition(torch.nn.Module):
+        def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> None: ...
+
+    *_, padded = variations(ByPosition(), [Inputs((ids, torch.ones_like(ids)))])
+    assert padded.inputs.args == ()
+    assert padded.inputs.kwargs["attention_mask"].tolist() == mask
 
 
 def test_the_table_shows_the_worst_and_counts_all() -> None:

@@ -334,9 +334,10 @@ def _models(asked: argparse.Namespace) -> int:
         if found and counts[0].isdigit():  # skips the headers of further tables
             table.add_row(", ".join(found), *counts)
     if not table.row_count:
+        known = ", ".join(names for names, *_ in rows).split(", ")
         raise LoadError(
             f"expected part of a tested model's name, got {asked.name!r}; run te-transform inspect on the "
-            "model"
+            f"model{did_you_mean(asked.name, known)}"
         )
     Console(width=None if sys.stdout.isatty() else WIDTH).print(table)
     return 0

@@ -330,12 +330,16 @@ def _by_position(model: nn.Module, batch: int, length: int, most: int, like: tor
     is_of_words = isinstance(readers[0], nn.Embedding) and not any(isinstance(m, nn.Conv2d) for m in readers)
     if len(required) == 1 and not is_of_words:  # a linear may read image patches
         read += [random_floats((batch, _channels(readers), side, side), like) for side in _SIDES]
-    several = itertools.product(read, repeat=len(required))
+    mask = [torch.ones(batch, length, dtype=torch.int64, device="cpu")]
+    several = itertools.product(*(mask if p.name == "attention_mask" else read for p in required))
     return [Inputs(values) for values in sorted(several, key=lambda values: len(set(map(id, values))))]
 
 
 def _error_of(model: nn.Module, inputs: Inputs) -> str | None:
     """Return the type and first line of the model's error on these inputs, or None if it succeeds."""
+    if any(parameter.is_meta for parameter in model.parameters()):  # a forward may read values
+        error = _id_error(model, inputs)
+        return None if error is None else in_a_line(error)
     args, kwargs = _on_its_device(model, inputs).clone()
     try:
         with warnings.catch_warnings(action="ignore"), preserved(model), torch.no_grad():

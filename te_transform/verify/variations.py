@@ -53,13 +53,13 @@ def variations(model: nn.Module, samples: list[Inputs]) -> Iterator[Variation]:
         yield Variation(" and ".join(map(str, sizes)), _varied(first, generator, sizes), apart)
     else:
         yield from apart
-    ids = first.kwargs.get("input_ids", first.args[0] if first.args else None)
-    if (
-        isinstance(ids, Tensor)
-        and ids.dim() == 2
-        and {"input_ids", "attention_mask"} <= forward_parameters(model).keys()
-    ):
-        fresh = _varied(first, generator)
+    parameters = forward_parameters(model)
+    fresh = _varied(first, generator)
+    named = dict(zip(parameters, fresh.args, strict=False))
+    ids = fresh.kwargs.get("input_ids", named.get("input_ids"))
+    if isinstance(ids, Tensor) and ids.dim() == 2 and "attention_mask" in parameters:
+        if "attention_mask" in named:  # by position
+            fresh = Inputs((), {**named, **fresh.kwargs})
         padded = {**fresh.kwargs, "attention_mask": _left_padded(ids)}
         yield Variation(LEFT_PADDED, Inputs(fresh.args, padded))
 
