@@ -265,7 +265,7 @@ def trained(number: int) -> Profile:
     made = nn.parallel.DistributedDataParallel(model(), gradient_as_bucket_view=True)
     made(X).sum().backward()
     before = [(parameter, parameter.grad, parameter.grad.clone()) for parameter in made.parameters()]
-    found = profiled(made)
+    found = te_transform.profile(made, X)
     assert all(p.grad is grad and torch.equal(grad, was) for p, grad, was in before)
     return json.loads(found.to_json())
 
@@ -275,6 +275,8 @@ def test_ranks_see_their_steps_and_communication(tmp_path: Path) -> None:
     one, other = ranks.spawn(trained, 2, tmp_path, 0)
     assert one["ranks"] == other["ranks"]
     assert [rank["rank"] for rank in one["ranks"]] == [0, 1]
+    assert one["sites"]
+    assert all(site["path"].startswith("module.") and site["seconds"] > 0 for site in one["sites"])
     for found, rank in zip((one, other), one["ranks"], strict=True):
         assert rank == {
             "rank": rank["rank"],

@@ -29,6 +29,7 @@ def run_profile(asked: argparse.Namespace) -> int:
     slowest = max([found.seconds, *(rank.seconds for rank in found.ranks)])
     if asked.budget is None or slowest <= asked.budget:
         return 0
-    told = f"expected a step of at most {duration(asked.budget)}, got {duration(slowest)}"
-    print(f"te-transform: {told}", file=sys.stderr)
+    if is_first_rank():
+        told = f"expected a step of at most {duration(asked.budget)}, got {duration(slowest)}"
+        print(f"te-transform: {told}", file=sys.stderr)
     return 1

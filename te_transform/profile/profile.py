@@ -135,21 +135,30 @@ def _ranks(seconds: float, exposed: float) -> tuple[RankTime, ...]:
 def _add_plan(profiled: Profile, model: nn.Module, samples: list[Inputs], found: Analysis) -> Profile:
     """Add the plan of convert(), or the report of a converted model."""
     try:
-        converted = next((module for module in model.modules() if runner_of(module) is not None), None)
-        told = inspect(model, samples) if converted is None else report_of(converted)
+        path, planned = _planned(model)
+        told = inspect(planned, samples) if runner_of(planned) is None else report_of(planned)
     except Exception as error:  # convert() refuses models that can be profiled, such as wrapped ones
         why = " ".join(message_of(error).split())
         return replace(profiled, notes=(*profiled.notes, f"convert() is not planned: {why}"))
     fallbacks = (f"{count} calls of graphs {why}" for why, count in told.fallbacks.items())
     return replace(
-        profiled, sites=tuple(_sites(told, found)), report=told, notes=(*profiled.notes, *fallbacks)
+        profiled, sites=tuple(_sites(told, path, found)), report=told, notes=(*profiled.notes, *fallbacks)
     )
 
 
-def _sites(told: Report, found: Analysis) -> Iterator[SiteTime]:
+def _planned(model: nn.Module) -> tuple[str, nn.Module]:
+    """Return the path and the module that is converted, or that convert() would take."""
+    converted = ((path, each) for path, each in model.named_modules() if runner_of(each) is not None)
+    is_wrapped = isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel))
+    return next(converted, ("module", model.module) if is_wrapped else ("", model))
+
+
+def _sites(told: Report, root: str, found: Analysis) -> Iterator[SiteTime]:
+    """Yield the sites of a report on the module at the path `root`, with times."""
     groups: dict[tuple[str, str, tuple[str, ...]], list[str]] = {}
     for site in told.sites:
-        groups.setdefault((site.rule, site.status, site.reasons), []).append(site.path)
+        path = ".".join(filter(None, (root, site.path)))
+        groups.setdefault((site.rule, site.status, site.reasons), []).append(path)
     made = []
     for (rule, status, reasons), paths in groups.items():
         inside = set().union(*(found.under(path) for path in paths))
