@@ -4,6 +4,7 @@ import io
 import json
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,7 @@ from te_transform.profile.classes import COMMUNICATION, IDLE, OVERHEAD, operatio
 from te_transform.profile.events import Event
 from te_transform.profile.findings import findings
 from te_transform.profile.ranges import OUTSIDE, PREFIX, STEP, Label
+from te_transform.profile.result import RankTime
 from te_transform.profile.steps import RecordedSteps, record
 from te_transform.profile.timeline import slices_of
 from te_transform.profile.tree import ops_of
@@ -838,8 +840,16 @@ def test_the_profile_prints_and_saves(tmp_path: Path) -> None:
     assert data["schema"] == 1
     assert data["seconds"] == found.seconds
     assert [each["path"] for each in data["parts"]] == [part.path for part in found.parts]
-    found.to_html(tmp_path / "profile.html")
-    assert "written-out attention" in (tmp_path / "profile.html").read_text("utf-8")
+    replace(found, ranks=(RankTime(0, 1.5, 0.25),)).to_html(tmp_path / "profile.html")
+    page = (tmp_path / "profile.html").read_text("utf-8")
+    for told in (
+        "written-out attention",
+        found.inputs,
+        "What each part takes",
+        ">1.5 s</td>",
+        ">250 ms</td>",
+    ):
+        assert told in page
 
 
 def told_in(found: Profile, width: int) -> list[str]:

@@ -201,7 +201,8 @@ function box(block, place, number, { x, y, width, height }, isFrame) {
     group.append(svg("rect", { class: "merged-mark", style: `--hue: ${hues.merge_siblings}`, ...mark }));
   }
   const middle = isFrame ? top + TOP / 2 + 4 : y - (value ? 3 : -4);
-  const name = fitting(title, width, 7), result = isFrame ? "" : fitting(value, width, 5.2);
+  const atEnds = isPort([, , , kind]) ? width - round : width; // the second line of a port is between its round ends
+  const name = fitting(title, width, 7), result = isFrame ? "" : fitting(value, atEnds, 5.2);
   group.append(svg("text", { x, y: middle }, name));
   if (result) group.append(svg("text", { class: "value", x, y: y + 12 }, result));
   if (name !== title || result !== value) group.append(svg("title", {}, [title, value].filter(Boolean).join("\n")));

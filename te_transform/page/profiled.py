@@ -6,12 +6,14 @@ from collections.abc import Iterable
 from html import escape
 from typing import Any
 
-from te_transform.execution.timing import duration
+from te_transform.execution.timing import duration, versions
 from te_transform.page.bars import bars_of_report, chart
 from te_transform.page.html import whole
 from te_transform.page.render import drawn_blocks
-from te_transform.page.tables import heading, table, tables
+from te_transform.page.tables import breakable, facts, heading, table, tables
 from te_transform.report.places import gather, most_valuable_first
+
+_SHOWN_PARTS = 12
 
 
 def page_of_profile(profile: Any) -> str:
@@ -25,8 +27,17 @@ def page_of_profile(profile: Any) -> str:
         charts += bars_of_report(report.overview, blocks)
         sites = tables(gather(report.fused), most_valuable_first(gather(report.refused)))
     text = f"<details><summary>as text</summary><pre>{escape(str(profile))}</pre></details>"
-    shown = [heading(profile.title), f'<section class="charts">{"".join(charts)}</section>']
-    return whole(profile.title, "\n".join([*shown, _findings(profile.findings), sites, text]), blocks)
+    shown = [
+        heading(profile.title),
+        facts({"inputs": profile.inputs, "versions": versions()}),
+        f'<section class="charts">{"".join(charts)}</section>',
+        _findings(profile.findings),
+        _parts_table(profile),
+        _ranks_table(profile.ranks),
+        sites,
+        text,
+    ]
+    return whole(profile.title, "\n".join(filter(None, shown)), blocks)
 
 
 def _findings(findings: Iterable[Any]) -> str:
@@ -42,3 +53,32 @@ def _findings(findings: Iterable[Any]) -> str:
         for each in findings
     ]
     return f"<h2>What to change</h2>{table('findings', rows)}" if rows else ""
+
+
+def _parts_table(profile: Any) -> str:
+    """Return the most expensive parts of the model."""
+    rows = [
+        {
+            "part": f"<code>{breakable(part.path)}</code>{f' x{part.count}' * (part.count > 1)}",
+            "class": escape(f"fused: {part.rule}" if part.rule else part.kind),
+            "time": duration(part.seconds),
+            "share": f"{part.seconds / profile.profiled:.1%}",
+            "backward": duration(part.backward),
+            "mostly": escape(max(part.classes, key=lambda kind: part.classes[kind])),
+        }
+        for part in profile.parts[:_SHOWN_PARTS]
+    ]
+    return f"<h2>What each part takes</h2>{table('parts', rows)}" if rows else ""
+
+
+def _ranks_table(ranks: Iterable[Any]) -> str:
+    """Return the step of each rank, or nothing for one process."""
+    rows = [
+        {
+            "rank": str(each.rank),
+            "step": duration(each.seconds),
+            "exposed communication": duration(each.exposed),
+        }
+        for each in ranks
+    ]
+    return f"<h2>Ranks</h2>{table('ranks', rows)}" if rows else ""

@@ -10,7 +10,10 @@ from te_transform.execution.timing import duration
 from te_transform.page.colors import hue_of
 from te_transform.report.places import Places
 
-_NUMBER_COLUMNS = ("fused", "refused", "active", "saves", "costs")  # columns
+_NUMBER_COLUMNS = (
+    "fused", "refused", "active", "saves", "costs", "time", "share", "backward", "step",
+    "exposed communication",
+)  # fmt: skip
 
 
 def heading(title: str) -> str:
