@@ -27,11 +27,14 @@ from te_transform.plan.rule import Operation, Rule
 
 
 def _taken(function: Callable) -> Pattern:
-    """Return the pattern of the cosines or sines of angles: kernels take the angles themselves."""
+    """Return the pattern of the cosines or sines of angles: kernels take the angles themselves.
+
+    `scaled` makes both match with a factor, or both without one.
+    """
     angles = Maybe(torch.unsqueeze, Var("angles", lambda node: not _is_spread(node)))
     of_angles = Maybe((torch.unsqueeze, ops.cast), Call(function, angles))
     times = Call(torch.mul, of_angles, Var("factor", is_number), commute=True)
-    return Read(OneOf(of_angles, Maybe((torch.unsqueeze, ops.cast), times)))
+    return Read(OneOf(scaled={"no": of_angles, "yes": Maybe((torch.unsqueeze, ops.cast), times)}))
 
 
 def _is_spread(angles: Any) -> bool:
@@ -100,6 +103,12 @@ def _refuse_missing_angles(cos: fx.Node, sin: fx.Node) -> Iterator[str | None]:
         yield (
             "cosines and sines are taken of two tensors, but the kernel reads one: assign the angles to one "
             "variable, and take cos and sin of it"
+        )
+    elif names and {*names} <= {"mul", "div", "neg"}:
+        yield (
+            f"the cosines and sines go through {', '.join(dict.fromkeys(names))} before the rotation, but "
+            "the kernel multiplies both by one number: write one product with that number for each, or "
+            "multiply the rotated tensor"
         )
     elif names:
         yield (

@@ -410,15 +410,39 @@ def stacked(model: Written, x: Tensor) -> Tensor:
     return turned(x, both[0], both[1])
 
 
-def cut_in_front(model: Written, x: Tensor) -> Tensor:
-    turns = torch.cat([angles(model, x)] * 2)[None, : x.shape[-2]]
-    return turned(x, turns.cos().to(x.dtype).unsqueeze(1), turns.sin().to(x.dtype).unsqueeze(1))
-
-
 def by_two_factors(model: Written, x: Tensor) -> Tensor:
     turns = angles(model, x)[None]
     cos, sin = turns.cos()[:, None] * 1.5, turns.sin()[:, None] * 1.2
     return turned(x, cos.to(x.dtype), sin.to(x.dtype))
+
+
+def with_one_factor(model: Written, x: Tensor) -> Tensor:
+    turns = angles(model, x)[None]
+    return turned(x, (turns.cos() * 1.5).to(x.dtype)[:, None], turns.sin().to(x.dtype)[:, None])
+
+
+def with_negated_cosines(model: Written, x: Tensor) -> Tensor:
+    turns = angles(model, x)[None]
+    return turned(x, -turns.cos().to(x.dtype)[:, None], turns.sin().to(x.dtype)[:, None])
+
+
+def by_a_tensor(model: Written, x: Tensor) -> Tensor:
+    turns, factor = angles(model, x)[None], model.frequencies[0]
+    return turned(x, *((part * factor).to(x.dtype)[:, None] for part in (turns.cos(), turns.sin())))
+
+
+def selected(model: Written, x: Tensor) -> Tensor:
+    turns, positions = angles(model, x), torch.arange(x.shape[-2]).flip(0)
+    return turned(x, *(part.index_select(0, positions).to(x.dtype) for part in (turns.cos(), turns.sin())))
+
+
+def selected_in_front(model: Written, x: Tensor) -> Tensor:
+    turns = angles(model, x).index_select(0, torch.arange(x.shape[-2]).flip(0))
+    return turned(x, turns.cos().to(x.dtype), turns.sin().to(x.dtype))
+
+
+def multiplied_later(model: Written, x: Tensor) -> Tensor:
+    return llama(model, x) * model.frequencies[0]
 
 
 def with_a_dimension_more(model: Written, x: Tensor) -> Tensor:
@@ -439,6 +463,13 @@ def behind(names: str) -> str:
     return (
         f"the cosines and sines go through {names} before the rotation, but the kernel reads angles and one "
         "factor: apply these operations to the angles, before cos and sin"
+    )
+
+
+def multiplied(names: str) -> str:
+    return (
+        f"the cosines and sines go through {names} before the rotation, but the kernel multiplies both by "
+        "one number: write one product with that number for each, or multiply the rotated tensor"
     )
 
 
@@ -516,7 +547,11 @@ REFUSES = {
         "the cosines come from stack and the sines from stack, but the kernel computes them from angles: "
         "take torch.cos and torch.sin of the angles",
     ),
-    "by two factors": (of(by_two_factors), behind("mul")),
+    "by two factors": (of(by_two_factors), multiplied("mul")),
+    "cosines times a factor": (of(with_one_factor), multiplied("mul")),
+    "negated cosines": (of(with_negated_cosines), multiplied("neg")),
+    "by a tensor": (of(by_a_tensor), multiplied("mul")),
+    "selected by positions": (of(selected), behind("index_select")),
     "of two tensors": (
         of(of_two),
         "cosines and sines are taken of two tensors, but the kernel reads one: assign the angles to one "
@@ -548,8 +583,10 @@ def written_anew(model: Written, x: Tensor) -> Tensor:
 FOLLOWED = {  # what the sentences advise
     "store the angles": written(of_stored_angles, frequencies=lambda: nn.Buffer(torch.rand(9, WIDTH // 2))),
     "take torch.cos and torch.sin of the angles": of(without_heads),
-    "apply these operations to the angles": of(cut_in_front),
+    "apply these operations to the angles": of(selected_in_front),
     "assign the angles to one variable": of(llama),
+    "write one product with that number for each": of(yarn),
+    "multiply the rotated tensor": of(multiplied_later),
     "write to a new tensor instead": of(written_anew),
     "change their layout": of(with_a_dimension_more),
     "cast the result to that dtype": of(by_wide_cosines),
