@@ -10,6 +10,7 @@ from te_transform.graph.nodes import (
     computed_from,
     dtype_of,
     is_bias,
+    is_number,
     is_tensor_node,
     value,
     without_gradients,
@@ -43,6 +44,11 @@ def refuse(
     called, mask = "scaled_dot_product_attention" in attention.spelled, attention.mask
     if called and mask is None and not backend.HAS_KERNELS:
         yield None
+    if is_number(attention.scale) and not attention.scale > 0:
+        yield (
+            f"the attention multiplies its scores by {attention.scale:g}, but kernels hide keys before they "
+            "multiply, and need a positive number: negate the queries, and multiply by a positive number"
+        )
     if mask is None or backend.HAS_BIAS:
         return
     is_trained = is_bias(mask) and attention.query.requires_grad

@@ -387,7 +387,6 @@ NOT_ATTENTIONS = {
     "transposed weights": lambda m, q, k, v, mask: scores(q, k).softmax(-1).mT @ v,
     "scores in fp64": lambda m, q, k, v, mask: scores(q.double(), k.double()).softmax(-1).to(v.dtype) @ v,
     "a softmax in fp64": lambda m, q, k, v, mask: scores(q, k).double().softmax(-1).to(v.dtype) @ v,
-    "a negative scale": lambda m, q, k, v, mask: (q @ k.mT * -0.5).softmax(-1) @ v,
     "keys for all batches": lambda m, q, k, v, mask: scores(q, k[0]).softmax(-1) @ v[0],
     "one mask for all scores": lambda m, q, k, v, mask: (
         scores(q, k).masked_fill(mask.any(), -1e9).softmax(-1) @ v

@@ -174,7 +174,6 @@ def _is_attention(match: Match, weights: tuple[fx.Node, ...]) -> bool:
         and not is_wider(weights, query)
         and all(_lies_as(node, scores) for node in operands[:-1])
         and _lies_as(match.bound["value"], root)
-        and _scale(match.bound) > 0  # kernels apply the mask before the scale
         and same_shape(shape_of(query)[:-2], shape_of(scores)[:-2])
         and same_shape(shapes[0][:-2], shape_of(root)[:-2])
     )

@@ -257,6 +257,19 @@ def barely_filled(model, q, k, v):
     return scores(q, k).masked_fill(model.mask[:length, :length] == 0, -5.0).softmax(-1) @ v
 
 
+def negative(model, q, k, v):
+    return (q @ k.mT * -0.5).softmax(-1) @ v
+
+
+def called_with_a_negative_scale(model, q, k, v):
+    length = q.shape[-2]
+    return F.scaled_dot_product_attention(q, k, v, model.mask[:length, :length] == 1, scale=-0.5)
+
+
+NEGATIVE = (
+    "the attention multiplies its scores by -0.5, but kernels hide keys before they multiply, and need a "
+    "positive number: negate the queries, and multiply by a positive number"
+)
 BETWEEN = (
     "the attention has {} between its two products, but fused attention has only a scale, a mask, a softmax "
     "and a dropout: pass compile=True, which joins the operations between the products"
@@ -294,6 +307,8 @@ REFUSES = {
         "the attention's scores are filled with several numbers, but fused attention fills them with one: "
         "use the same number of -1e4 or less in both calls, or fill once by both masks",
     ),
+    "a negative scale": (negative, NEGATIVE),
+    "a negative scale of a call": (called_with_a_negative_scale, NEGATIVE),
     "a fill that hides nothing": (
         barely_filled,
         "the attention has other shapes, dtypes or masks than scaled_dot_product_attention: use [batch, "
@@ -405,6 +420,10 @@ def filled(model, q, k, v):
     return scores(q, k).masked_fill(model.mask[:length, :length] == 0, -1e4).softmax(-1) @ v
 
 
+def negated(model, q, k, v):
+    return called_with_a_mask(model, -q, k, v)
+
+
 class Asked(nn.Module):
     """PyTorch's own attention, which hands out its weights if it is asked for them."""
 
@@ -422,6 +441,7 @@ FOLLOWED = {  # what the sentences advise
     "fill the tensor before the attention": attends(filled_before),
     "make a new tensor there": attends(made_anew),
     "give it a mask that is filled with -1e4": attends(filled, mask=buffer(LOWER)),
+    "negate the queries": attends(negated, mask=buffer(LOWER.bool())),
     "let nothing else read them": lambda: Asked(need_weights=False),
     "freeze it": attends(called_with_a_bias, **FROZEN),
 }
