@@ -14,7 +14,7 @@ import te_transform
 from te_transform.backends import banded_attention, limits, plain
 from te_transform.backends.banded_attention import OPEN, attended, registered_ops
 from te_transform.backends.bands import Band, banded, sees_itself
-from te_transform.backends.masks import SEEING, what_is
+from te_transform.backends.masks import FULL, SEEING, what_is
 from te_transform.graph.ops import sdpa
 from tests import reference_kernels
 from tests.conversions import ALL, error, gradients, run
@@ -132,6 +132,18 @@ def test_numbers_that_do_not_hide_are_no_band(kernels_of_hopper: None) -> None:
     hidden = torch.zeros(SIZE, 1, dtype=torch.bool)
     assert what_is(mask, hidden) == BANDS["window"][1]
     assert what_is(mask, hidden.index_fill(0, torch.tensor(3), True)) is None
+
+
+def test_masks_of_one_key(te: ModuleType, kernels_of_hopper: None) -> None:
+    """One token alone, and one number that is broadcast to all scores."""
+    kept = torch.ones(2, 1, 1, 1, dtype=torch.bool)
+    assert what_is(kept) == what_is(as_numbers(kept)) == FULL
+    assert what_is(as_numbers(kept) + 0.5) == SEEING
+    hidden, core = torch.tensor([True, False]).view_as(kept), te.DotProductAttention(written_out=False)
+    for length in (1, 4):
+        parts = [torch.randn(2, 2, length, 8).bfloat16() for _ in "qkv"]
+        expected = F.scaled_dot_product_attention(*parts, hidden)
+        torch.testing.assert_close(core(*parts, banded(hidden, what_is(hidden))), expected)
 
 
 def test_bands_are_looked_for_where_kernels_are() -> None:

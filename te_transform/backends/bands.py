@@ -141,7 +141,8 @@ def _begins(keep: Tensor) -> Tensor:
     A document begins at a query that does not see the position before. A run of queries that see nothing
     begins at its first query.
     """
-    own, before = sees_itself(keep), keep.diagonal(-1, -2, -1).reshape(-1, keep.shape[-1] - 1)
+    own = sees_itself(keep)
+    before = keep.diagonal(-1, -2, -1).reshape(len(own), keep.shape[-1] - 1)  # no columns for one key
     return F.pad(~before & (own[:, 1:] | own[:, :-1]), (1, 0), value=True)
 
 
