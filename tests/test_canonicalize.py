@@ -13,6 +13,7 @@ from torch import Tensor, fx
 import te_transform
 from te_transform.graph import ops
 from te_transform.graph.nodes import is_random, shape_of
+from te_transform.plan.rule import stored_in
 from tests.captures import BOUND, canonical, canonicalize, capture, error, named, op_counts, targets, the
 from tests.rules.tables import X, linear, written
 
@@ -35,6 +36,7 @@ LINEARS = {
     "addmm": lambda m, x: torch.addmm(m.b, x.view(-1, HIDDEN), m.w.t()).view(*x.shape[:-1], -1),
     "einsum": lambda m, x: torch.einsum("bsi,oi->bso", x, m.w) + m.b,
     "einsum of any rank": lambda m, x: torch.einsum("...i,oi->...o", x, m.w) + m.b,
+    "einsum, weight first": lambda m, x: torch.einsum("oi,bsi->bso", m.w, x) + m.b,
 }
 
 
@@ -57,6 +59,50 @@ def test_linear_with_its_weight_transposed() -> None:
         assert weight.target is torch.t
         assert named(weight.args[0]) == "w"
         assert shape_of(weight) == (20, HIDDEN)
+
+
+HEAD_WEIGHTS = {  # an einsum, and the shape of its weight
+    "heads of outputs": ("bsi,hki->bshk", (4, 5, HIDDEN)),
+    "heads of outputs, inputs first": ("bsi,ihk->bshk", (HIDDEN, 4, 5)),
+    "heads in front": ("hki,bsi->bhsk", (4, 5, HIDDEN)),
+    "heads of inputs": ("bshk,ohk->bso", (20, 4, HIDDEN // 4)),
+    "heads of inputs, outputs last": ("bhsk,hko->bso", (4, HIDDEN // 4, 20)),
+    "heads of both": ("bshk,xyhk->bysx", (4, 5, 4, HIDDEN // 4)),
+    "any rank": ("...i,hki->...hk", (4, 5, HIDDEN)),
+}
+
+
+@pytest.mark.parametrize(("equation", "shape"), HEAD_WEIGHTS.values(), ids=HEAD_WEIGHTS)
+def test_einsum_whose_weight_has_heads_is_a_linear(equation: str, shape: tuple[int, ...]) -> None:
+    heads = {"bshk": (2, 5, 4, HIDDEN // 4), "bhsk": (2, 4, 5, HIDDEN // 4)}
+    x = torch.randn(heads.get(equation.partition(",")[0], (2, 5, HIDDEN)))
+    graph = canonical(lambda m, x: _einsum(equation, x, m.w), x, w=torch.randn(shape))
+    _, weight, _ = the(graph, ops.linear)
+    (whole,) = stored_in(weight)
+    assert named(whole) == "w"
+    assert torch.einsum not in targets(graph)
+
+
+def _einsum(equation: str, x: Tensor, weight: Tensor) -> Tensor:
+    is_first = equation.startswith("hki,")
+    return torch.einsum(equation, *((weight, x) if is_first else (x, weight)))
+
+
+OTHER_EINSUMS = {
+    "a weight for each head": ("bshk,hko->bsho", (4, HIDDEN // 4, 5)),
+    "a sum over columns": ("bsi,ihk->bsh", (HIDDEN, 4, 5)),
+    "a sum over rows": ("bsi,ihk->bhk", (HIDDEN, 4, 5)),
+    "a broadcast input": ("bshk,hko->bso", (1, HIDDEN // 4, 20)),
+    "no sum": ("bs,hk->bshk", (4, 5)),
+}
+
+
+@pytest.mark.parametrize(("equation", "shape"), OTHER_EINSUMS.values(), ids=OTHER_EINSUMS)
+def test_other_einsums_are_no_linear(equation: str, shape: tuple[int, ...]) -> None:
+    sizes = {"bs": (2, 5), "bsi": (2, 5, HIDDEN), "bshk": (2, 5, 4, HIDDEN // 4)}
+    x = torch.randn(sizes[equation.partition(",")[0]])
+    graph = canonical(lambda m, x: torch.einsum(equation, x, m.w), x, w=torch.randn(shape))
+    assert ops.linear not in targets(graph)
 
 
 def test_a_linear_says_that_its_weight_is_computed() -> None:

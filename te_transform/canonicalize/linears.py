@@ -16,8 +16,11 @@ from te_transform.graph import edit, ops
 from te_transform.graph.nodes import dtype_of, is_model_tensor, is_tensor_node, same_shape, shape_of
 from te_transform.graph.pattern import Call, Linear, Match, Norm, Var, X
 
-# F.multi_head_attention_forward splits one parameter into three
-_PARTS = (torch.t, torch.reshape, torch.chunk, torch.split, torch.unbind, operator.getitem, ops.columns)
+# F.multi_head_attention_forward splits one parameter into three; an einsum may permute [heads, inputs, width]
+_PARTS = (
+    torch.t, torch.permute, torch.transpose, torch.reshape, torch.chunk, torch.split, torch.unbind,
+    operator.getitem, ops.columns,
+)  # fmt: skip
 
 
 def _is_parameter(rank: int) -> Callable[[Any], bool]:

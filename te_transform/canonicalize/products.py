@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
+import math
 import string
 from dataclasses import dataclass
 
 import torch
 from torch import fx
 
+from te_transform.canonicalize.moves import reshape_sizes
 from te_transform.canonicalize.table import permuted
 from te_transform.graph import edit
-from te_transform.graph.nodes import same_shape, shape_of, writes
+from te_transform.graph.nodes import is_model_tensor, same_shape, shape_of, writes
 
 
 @dataclass(frozen=True)
 class _EinsumProduct:
-    """A matmul in einsum letters: left [batch, rows, inner] @ right [batch, inner, column].
+    """A matmul in einsum letters: left [batch, rows, inner] @ right [batch, inner, columns].
 
-    The result is [batch, rows, column]. `shared` are row letters that act as batch dimensions; the right
-    operand is broadcast over them.
+    The result is [batch, rows, columns]. Several letters of `inner` or `columns` become one dimension.
+    `shared` are row letters that act as batch dimensions; the right operand is broadcast over them.
     """
 
-    left: str
-    right: str
-    result: str
+    batch: str
+    rows: str
+    inner: str
+    columns: str
     shared: str
 
 
@@ -55,8 +58,12 @@ def _spell_einsum(graph: fx.Graph, node: fx.Node) -> None:
     operands = operands[0] if len(operands) == 1 and isinstance(operands[0], (list, tuple)) else operands
     terms, _, result = equation.replace(" ", "").partition("->")
     *terms, result = _in_letters(terms.split(","), result, operands)
-    product = _as_product(terms, result) if len(operands) == 2 else None
-    if product is not None and _sums_as_many(operands, terms, product):
+    if len(operands) != 2:
+        return
+    if is_model_tensor(operands[0]) and not is_model_tensor(operands[1]):  # in a linear, the weight is second
+        operands, terms = operands[::-1], terms[::-1]
+    product = _as_product(terms, result)
+    if product is not None and _sizes_fit(operands, terms, product):
         _rewrite(graph, node, operands, terms, result, product)
 
 
@@ -74,14 +81,15 @@ def _in_letters(terms: list[str], result: str, operands: list[fx.Node]) -> tuple
     return tuple(t.replace("...", c) for t, c in zip((*terms, result), letters, strict=True))
 
 
-def _sums_as_many(operands: list[fx.Node], terms: list[str], product: _EinsumProduct) -> bool:
-    """Return True if the summed dimension has the same length in both operands.
+def _sizes_fit(operands: list[fx.Node], terms: list[str], product: _EinsumProduct) -> bool:
+    """Return True if a matmul can have these sizes.
 
-    An einsum may broadcast this dimension; a matmul cannot.
+    An einsum may broadcast a summed dimension; a matmul cannot. Dimensions that become one are numbers.
     """
-    inner = product.left[-1]
-    left, right = (shape_of(x)[term.index(inner)] for x, term in zip(operands, terms, strict=True))
-    return same_shape((left,), (right,))
+    left, right = (dict(zip(term, shape_of(x), strict=True)) for term, x in zip(terms, operands, strict=True))
+    merged = "".join(group for group in (product.inner, product.columns) if len(group) > 1)
+    are_numbers = all(isinstance(right[c], int) for c in merged)
+    return are_numbers and all(same_shape((left[c],), (right[c],)) for c in product.inner)
 
 
 def _as_product(terms: list[str], result: str) -> _EinsumProduct | None:
@@ -89,24 +97,19 @@ def _as_product(terms: list[str], result: str) -> _EinsumProduct | None:
     if any(len(set(t)) != len(t) or not t.isalpha() for t in (*terms, result)):  # a diagonal, or `...`
         return None
     batch = "".join(c for c in result if c in left & right)
-    inner, column = left & right - set(result), right - left
+    inner = "".join(c for c in terms[1] if c in left and c not in result)
+    columns = "".join(c for c in terms[1] if c not in left)
     rows = "".join(c for c in result if c in left - right)
-    if (
-        len(inner) != 1
-        or len(column) != 1
-        or set(rows) != left - right
-        or set(result) != (left | right) - inner
-    ):
+    is_sum = set(rows) == left - right and set(result) == (left | right) - set(inner)
+    if not inner or not columns or not is_sum:
         return None
-    if not rows and batch:  # matmul multiplies a vector by one matrix only, not by a batch
+    if batch and (len(inner + columns) > 2 or not rows):  # matmul multiplies a vector by one matrix only
         return None
-    (inner,), (column,) = inner, column
-    if terms[0] == batch + terms[0][len(batch) : -1] + inner:  # keep the left operand's order of rows
-        rows = terms[0][len(batch) : -1]
+    kept = terms[0][len(batch) : -len(inner)]
+    if terms[0] == batch + kept + inner:  # keep the left operand's order of rows
+        rows = kept
     shared = rows[:-1] if batch else ""  # without a batch, matmul takes several row dimensions and one matrix
-    return _EinsumProduct(
-        batch + rows + inner, batch + shared + inner + column, batch + rows + column, shared
-    )
+    return _EinsumProduct(batch, rows, inner, columns, shared)
 
 
 def _rewrite(
@@ -117,16 +120,43 @@ def _rewrite(
     result: str,
     product: _EinsumProduct,
 ) -> None:
-    left = _arranged(graph, node, operands[0], terms[0], product.left)
-    right = operands[1]
+    rows, columns = product.batch + product.rows, product.columns
+    left = _arranged(graph, node, operands[0], terms[0], rows + product.inner)
+    left = _merged(graph, node, left, len(product.inner))
+    call = torch.matmul, (left, _right(graph, node, operands[1], terms[1], product))
+    if len(columns) > 1:
+        sizes = dict(zip(terms[1], shape_of(operands[1]), strict=True))
+        matmul = edit.insert(graph, [node], *call)
+        shape = (*shape_of(matmul)[:-1], *(sizes[letter] for letter in columns))
+        call = torch.reshape, (matmul, reshape_sizes(matmul, shape))
+    if result != rows + columns:
+        found = edit.insert(graph, [node], *call)
+        call = permuted(found, *((rows + columns).index(letter) for letter in result))
+    edit.set_target(node, *call)
+
+
+def _right(graph: fx.Graph, node: fx.Node, x: fx.Node, term: str, product: _EinsumProduct) -> fx.Node:
+    """Return the right operand as [batch, shared, inner, columns].
+
+    A transpose comes after merging, so that the weight of a linear is a view of its parameter.
+    """
+    inner, columns = product.inner, product.columns
+    if term == columns + inner:
+        return edit.insert(graph, [node], torch.t, (_merged(graph, node, x, len(columns), len(inner)),))
     for _ in product.shared:  # add leading dimensions of size 1
-        right = edit.insert(graph, [node], torch.unsqueeze, (right, -1 - len(shape_of(right))))
-    right = _arranged(graph, node, right, product.shared + terms[1], product.right)
-    if product.result == result:
-        edit.set_target(node, torch.matmul, (left, right))
-        return
-    matmul = edit.insert(graph, [node], torch.matmul, (left, right))
-    edit.set_target(node, *permuted(matmul, *(product.result.index(c) for c in result)))
+        x = edit.insert(graph, [node], torch.unsqueeze, (x, -1 - len(shape_of(x))))
+    wanted = product.batch + product.shared + inner + columns
+    x = _arranged(graph, node, x, product.shared + term, wanted)
+    return _merged(graph, node, x, len(inner), len(columns))
+
+
+def _merged(graph: fx.Graph, node: fx.Node, x: fx.Node, *counts: int) -> fx.Node:
+    """Merge the last dimensions of `x`: each count is the number of dimensions that become one."""
+    shape = [*shape_of(x)]
+    for at, count in enumerate(counts, len(shape) - sum(counts)):
+        shape[at : at + count] = [math.prod(shape[at : at + count])]
+    is_merged = len(shape) == len(shape_of(x))
+    return x if is_merged else edit.insert(graph, [node], torch.reshape, (x, tuple(shape)))
 
 
 def _arranged(graph: fx.Graph, node: fx.Node, x: fx.Node, now: str, wanted: str) -> fx.Node:

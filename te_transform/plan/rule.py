@@ -188,9 +188,8 @@ def stored_in(found: Any) -> tuple[Any, ...]:
             argument for argument in found.args if isinstance(argument, fx.Node)
         )  # a number stands for zeros
         return tuple(part for argument in held for part in stored_in(argument))
-    if isinstance(found, fx.Node) and found.target is torch.t and is_model_tensor(found.args[0]):
-        return (found.args[0],)
-    return (reshaped(found),)
+    whole = reshaped(found.args[0] if isinstance(found, fx.Node) and found.target is torch.t else found)
+    return (whole if is_model_tensor(whole) else found,)
 
 
 _RESHAPE_TARGETS = (torch.reshape, torch.unsqueeze, torch.squeeze, "squeeze")

@@ -31,8 +31,13 @@ def banked(function) -> Make:
     return written(function, bank=lambda: nn.Parameter(torch.randn(3, H, H)))
 
 
+FLATTENED = banked(lambda m, x: F.linear(x, m.bank.flatten(end_dim=1)))
+OUTPUTS_FIRST = banked(lambda m, x: torch.einsum("...d,hkd->...hk", x, m.bank))
+INPUTS_FIRST = banked(lambda m, x: torch.einsum("...k,khd->...hd", x[..., :3], m.bank))
 FUSES = {
-    "a bank that is flattened": banked(lambda m, x: F.linear(x, m.bank.flatten(end_dim=1))),
+    "a bank that is flattened": FLATTENED,
+    "an einsum with a bank": OUTPUTS_FIRST,
+    "an einsum with a bank whose inputs come first": INPUTS_FIRST,
     "a bank in another view": banked(lambda m, x: F.linear(x, m.bank.view(-1, H).type_as(x))),
     "a product with a bank": banked(lambda m, x: x @ m.bank.reshape(3 * H, H).T),
     "a parameter of another shape": written(
@@ -76,14 +81,15 @@ def test_a_bank_runs_in_a_recipe_as_a_linear_does(te: ModuleType) -> None:
     assert torch.equal(*(grad for _, grad in found))
 
 
-def test_gradients_of_a_bank_are_summed_up_in_its_shape(te: ModuleType) -> None:
-    model = seeded(banked(lambda m, x: torch.tanh(F.linear(x, m.bank.flatten(end_dim=1)))))
+@pytest.mark.parametrize("make", [FLATTENED, OUTPUTS_FIRST, INPUTS_FIRST])
+def test_gradients_of_a_bank_are_summed_up_in_its_shape(make: Make, te: ModuleType) -> None:
+    model = seeded(sequential(make, nn.Tanh))
     converted, x = te_transform.convert(model, X, backend="te"), X.flatten(0, 1)
     with limits.ignore_size_limits, te_transform.accumulate(converted, steps=2):
         for _ in range(2):
             converted(x).sum().backward()
     (2 * model(x).sum()).backward()
-    torch.testing.assert_close(converted.bank.grad, model.bank.grad)
+    torch.testing.assert_close(converted[0].bank.grad, model[0].bank.grad)
 
 
 class Int8(nn.Module):
@@ -136,6 +142,11 @@ REFUSES = {
     "a part of a bank": (
         banked(lambda m, x: F.linear(x, m.bank[:2].flatten(end_dim=1))),
         "the linear's weight [32, 16] is a view of a parameter [3, 16, 16], but kernels need a whole "
+        "parameter: store it as a parameter of its own",
+    ),
+    "an einsum with the inputs in the middle": (
+        banked(lambda m, x: torch.einsum("bnd,hdk->bnhk", x, m.bank)),
+        "the linear's weight [48, 16] is a view of a parameter [3, 16, 16], but kernels need a whole "
         "parameter: store it as a parameter of its own",
     ),
     "one of a bank": (
