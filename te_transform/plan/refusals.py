@@ -17,8 +17,10 @@ from te_transform.graph.nodes import (
     dtype_name,
     is_model_tensor,
     is_parameter,
+    is_tensor_node,
     may_be_view,
     path_below,
+    reached,
     same_shape,
     value,
 )
@@ -42,6 +44,7 @@ def refusals(
             yield from _of_weight(operation, name)
     yield from _mixed(weighted)
     yield from _read_elsewhere(match, rule)
+    yield from _written_later(match)
     yield from cut(match.nodes)
 
 
@@ -169,6 +172,23 @@ def _read_elsewhere(match: Match, rule: Rule) -> Iterator[str]:
                 f"the output of the {called(node)} is also read by {', '.join(read)}, but the fused module "
                 "does not return it: let nothing else read it, if the math allows"
             )
+
+
+def _written_later(match: Match) -> Iterator[str]:
+    """Yield the reason if an input is written in place after the match, and autograd records the match.
+
+    The model may have saved a cast of the input for its backward. A fused op saves the input itself.
+    """
+    own = set(match.nodes)
+    read = (node for inside in own for node in inside.all_input_nodes if node not in own)
+    inputs = reached(read, lambda node: () if "origin" in node.meta else node.all_input_nodes)
+    is_recorded = any(is_tensor_node(node) and value(node).requires_grad for node in inputs)
+    last = max((node.meta.get("last_write", 0) for node in inputs), default=0)
+    if torch.is_grad_enabled() and is_recorded and last > abs(match.root.meta["region"]):
+        yield (
+            "an input of these operations is written in place after them, but the fused module keeps it for "
+            "the backward: make a new tensor there, as h = h + y does"
+        )
 
 
 def readers(users: Iterable[fx.Node]) -> list[str]:

@@ -62,6 +62,19 @@ def test_calls_without_a_kernel_compute_the_loss_of_the_model(
     assert all(torch.equal(one, other) for one, other in zip(step(converted), step(model), strict=True))
 
 
+def written_later(model: Written, x: Tensor) -> tuple[Tensor, Tensor]:
+    logits = model.head(x)
+    loss = F.cross_entropy(logits.float().flatten(0, 1), model.targets.flatten())
+    logits.detach().div_(2)
+    return loss, logits
+
+
+def test_logits_that_are_written_to_later_stay() -> None:
+    report = te_transform.inspect(seeded(of(written_later)).bfloat16(), X.bfloat16(), backend="te")
+    report.expect(cross_entropy=0, linear=1)
+    assert len(reasons(report, "cross_entropy")) == 1
+
+
 def smoothed(model: Written, x: Tensor) -> Tensor:
     return F.cross_entropy(model.head(x).flatten(0, 1), model.targets.flatten(), label_smoothing=0.1)
 

@@ -283,6 +283,37 @@ def test_refuses_a_norm_that_is_written_to_later() -> None:
     }
 
 
+def in_place(model: Written, x: Tensor) -> Tensor:
+    h = x + model.norm.weight
+    h += model.linear(model.norm(h))
+    return h
+
+
+def anew(model: Written, x: Tensor) -> Tensor:
+    h = x + model.norm.weight
+    return h + model.linear(model.norm(h))
+
+
+def test_refuses_an_input_that_is_written_to_later() -> None:
+    """The original saves a cast of the input; a fused norm would save the input itself."""
+    models = [
+        seeded(written(forward, norm=LlamaNorm, linear=linear())).bfloat16() for forward in (in_place, anew)
+    ]
+    converted = [te_transform.convert(model, X.bfloat16()) for model in models]
+    assert reasons(te_transform.report(converted[0]), "layernorm_linear") == {
+        "an input of these operations is written in place after them, but the fused module keeps it for the "
+        "backward: make a new tensor there, as h = h + y does"
+    }
+    te_transform.report(converted[1]).expect(layernorm_linear=1)
+    grads = [
+        torch.autograd.grad(model(X.bfloat16()).square().sum(), [*model.parameters()])
+        for model in (models[0], *converted)
+    ]
+    for expected, *found in zip(*grads, strict=True):
+        for grad in found:
+            torch.testing.assert_close(grad, expected, atol=0.1, rtol=0.05)
+
+
 @pytest.mark.parametrize("between", [nn.Tanh, lambda: nn.LayerNorm(H)])
 def test_operations_between_norm_and_linear_are_no_reason(between: Make) -> None:
     report = fused(sequential(norm(), between, nn.Tanh, linear()))
