@@ -122,7 +122,7 @@ def _rewrite(
 ) -> None:
     rows, columns = product.batch + product.rows, product.columns
     left = _arranged(graph, node, operands[0], terms[0], rows + product.inner)
-    left = _merged(graph, node, left, len(product.inner))
+    left = _flatten_groups(graph, node, left, len(product.inner))
     call = torch.matmul, (left, _right(graph, node, operands[1], terms[1], product))
     if len(columns) > 1:
         sizes = dict(zip(terms[1], shape_of(operands[1]), strict=True))
@@ -142,15 +142,17 @@ def _right(graph: fx.Graph, node: fx.Node, x: fx.Node, term: str, product: _Eins
     """
     inner, columns = product.inner, product.columns
     if term == columns + inner:
-        return edit.insert(graph, [node], torch.t, (_merged(graph, node, x, len(columns), len(inner)),))
+        return edit.insert(
+            graph, [node], torch.t, (_flatten_groups(graph, node, x, len(columns), len(inner)),)
+        )
     for _ in product.shared:  # add leading dimensions of size 1
         x = edit.insert(graph, [node], torch.unsqueeze, (x, -1 - len(shape_of(x))))
     wanted = product.batch + product.shared + inner + columns
     x = _arranged(graph, node, x, product.shared + term, wanted)
-    return _merged(graph, node, x, len(inner), len(columns))
+    return _flatten_groups(graph, node, x, len(inner), len(columns))
 
 
-def _merged(graph: fx.Graph, node: fx.Node, x: fx.Node, *counts: int) -> fx.Node:
+def _flatten_groups(graph: fx.Graph, node: fx.Node, x: fx.Node, *counts: int) -> fx.Node:
     """Merge the last dimensions of `x`: each count is the number of dimensions that become one."""
     shape = [*shape_of(x)]
     for at, count in enumerate(counts, len(shape) - sum(counts)):
