@@ -254,7 +254,8 @@ def test_activation_checkpointing_is_as_exact(recipe: str | None, reentrant: boo
 
 def test_code_before_blocks_does_not_wait_for_the_gpu() -> None:
     """transformers asks whether positions are packed, in each forward whose positions are not given."""
-    model, checkpointed, inputs = seeded(llama), converted(None), {"input_ids": batch()["input_ids"]}
+    model, checkpointed = seeded(llama), converted(None)
+    inputs = {"input_ids": batch()["input_ids"], "use_cache": False}
     checkpointed.gradient_checkpointing_enable({"use_reentrant": False})
     for _ in range(3):
         checkpointed(**inputs)
