@@ -11,16 +11,18 @@ import gc
 import operator
 import sys
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from inspect import isfunction
 from types import FunctionType
 from typing import Any
 
 from torch._dynamo.variables import UserMethodVariable
+from torch._dynamo.variables.base import VariableTracker
+from torch._dynamo.variables.user_defined import UserDefinedClassVariable, UserDefinedObjectVariable
 from torch._guards import Guard
 
 from te_transform.graph.content import are_the_same, objects
-from te_transform.graph.dynamo_patches import leave_to_user
+from te_transform.graph.dynamo_patches import IS_2_13, Patch, call_after, call_before, leave_to_user
 from te_transform.graph.lambda_guards import add_guard, notes_of_capture, while_unchanged
 
 _MISSING = object()
@@ -29,13 +31,28 @@ _CODE_OF, _MRO_OF = operator.attrgetter("__code__"), operator.attrgetter("__mro_
 _DEFAULTS_OF, _KEYWORDS_OF = operator.attrgetter("__defaults__"), operator.attrgetter("__kwdefaults__")
 
 
+def class_patches() -> Iterator[Patch]:
+    """Yield the dynamo methods that read a class or construct its objects, with their wrappers."""
+    for tracker in (UserDefinedClassVariable, UserDefinedObjectVariable):
+        yield tracker, "__init__", call_after(_guard_special_methods)
+    yield UserDefinedObjectVariable, "__init__", call_after(_check_truth)
+    yield UserDefinedClassVariable, "call_function", call_before(_check_construction)
+    if not IS_2_13:
+        yield UserDefinedObjectVariable, "var_getattr", _truth_by_length
+
+
+def has_users_class(variable: VariableTracker) -> bool:
+    """Return True if a guard can reach the class; False for graph classes that dynamo generates."""
+    return variable.source is not None or getattr(variable, "cls_source", None) is not None
+
+
 def guard_class_attribute(held: Any, name: str) -> None:
     """Guard that the class of `held` keeps its current method, property or value under `name`."""
     if isinstance(held, type) or name not in getattr(held, "__dict__", ()):
         _guard_definition(classes_of(held), name)
 
 
-def check_construction(variable: Any, *_: Any, **__: Any) -> None:
+def _check_construction(variable: Any, *_: Any, **__: Any) -> None:
     """Leave a class whose metaclass defines `__call__`, such as a singleton, to the user's own code.
 
     Dynamo constructs objects without calling the metaclass's method.
@@ -47,7 +64,7 @@ def check_construction(variable: Any, *_: Any, **__: Any) -> None:
         leave_to_user(f"dynamo does not call the __call__ that the metaclass of {kind.__name__} defines")
 
 
-def check_truth(_: Any, value: Any, *__: Any, **___: Any) -> None:
+def _check_truth(_: Any, value: Any, *__: Any, **___: Any) -> None:
     """Leave a set or a constant whose class defines `__bool__` to the user's own code.
 
     Dynamo does not call the method.
@@ -57,7 +74,7 @@ def check_truth(_: Any, value: Any, *__: Any, **___: Any) -> None:
         leave_to_user(f"dynamo does not call the __bool__ that {type(value).__name__} defines")
 
 
-def truth_by_length(own: Callable[..., Any]) -> Callable[..., Any]:
+def _truth_by_length(own: Callable[..., Any]) -> Callable[..., Any]:
     """Look up the truth of an object by its length, where a class of Python's library defines `__len__`.
 
     PyTorch 2.11 takes an empty list, dict or str of a derived class for true.
@@ -99,9 +116,11 @@ def guard_missing_name(held: Any, name: str) -> bool:
     return True
 
 
-def guard_special_methods(held: Any) -> None:
+def _guard_special_methods(variable: Any, value: Any, *_: Any, **__: Any) -> None:
     """Guard the methods that Python and nn.Module look up implicitly: `__len__`, `__call__`, `forward`."""
-    read, mro = _attributes_read(), classes_of(held)
+    if not has_users_class(variable):
+        return
+    read, mro = _attributes_read(), classes_of(value)
     if (mro[0], "__mro__") in read or not _is_users(mro[0], "forward"):
         return
     read[mro[0], "__mro__"] = mro[0].__mro__

@@ -21,6 +21,7 @@ from torch._dynamo.variables import (
     ConstantVariable,
     SymNodeVariable,
     TensorVariable,
+    lists,
 )
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.user_defined import (
@@ -33,7 +34,8 @@ from te_transform.graph.dynamo_patches import IS_2_13, Patch, leave_to_user
 
 
 def key_patches() -> Iterator[Patch]:
-    """Yield the dynamo methods that hash and compare keys, with their wrappers."""
+    """Yield the dynamo functions that search items, and hash and compare keys, with their wrappers."""
+    yield lists, "iter_contains", _compare_all_items
     for tracker in (UserDefinedObjectVariable, UserDefinedTupleVariable):
         yield tracker, "is_python_equal", _equal_keys
     # Dynamo's own methods for frozen dataclasses read all fields, whatever __eq__() and __hash__() read.
@@ -59,7 +61,7 @@ def _equal_keys(own: Callable[..., bool]) -> Callable[..., bool]:
     return is_equal
 
 
-def compare_all_items(own: Callable[..., Any]) -> Callable[..., Any]:
+def _compare_all_items(own: Callable[..., Any]) -> Callable[..., Any]:
     """Return a form of dynamo's iter_contains() that also compares items that are no constants."""
 
     @functools.wraps(own)

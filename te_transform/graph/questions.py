@@ -20,7 +20,6 @@ import dataclasses
 import enum
 import functools
 import inspect
-import operator
 import random
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
@@ -31,7 +30,6 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo import guards, variables
 from torch._dynamo.exc import ObservedAttributeError, ObservedKeyError
-from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.source import AttrSource, GlobalStateSource, SkipGuardSource, is_from_skip_guard_source
 from torch._dynamo.variables import (
     BuiltinVariable,
@@ -47,7 +45,6 @@ from torch._dynamo.variables import (
 )
 from torch._dynamo.variables import torch as torch_functions
 from torch._dynamo.variables.base import VariableTracker
-from torch._dynamo.variables.lazy import LazyVariableTracker
 from torch._dynamo.variables.user_defined import (
     UserDefinedClassVariable,
     UserDefinedObjectVariable,
@@ -56,24 +53,21 @@ from torch._dynamo.variables.user_defined import (
 from torch._guards import Guard, Source, TracingContext
 
 from te_transform.graph.class_guards import (
-    check_construction,
-    check_truth,
+    class_patches,
     classes_of,
     guard_class_attribute,
     guard_missing_name,
-    guard_special_methods,
-    truth_by_length,
+    has_users_class,
 )
 from te_transform.graph.dynamo_patches import IS_2_13, Patch, call_after, call_before, leave_to_user, patched
 from te_transform.graph.empty_dicts import empty_dict_patches
 from te_transform.graph.function_names import name_patches
-from te_transform.graph.identity_guards import guard_changed, guard_identity, note_tracked
+from te_transform.graph.identity_guards import COMPARED_BY_VALUE, identity_patches
 from te_transform.graph.lambda_guards import add_guard, description, guard_at_root
 from te_transform.graph.lost_writes import write_patches
-from te_transform.graph.membership import compare_all_items, key_patches
+from te_transform.graph.membership import key_patches
 from te_transform.graph.numpy_numbers import numpy_patches
 
-_COMPARED = frozenset((bool, int, float, complex, str, bytes, type(None)))  # keys that == compares
 _OF_AUTOGRAD = ("_backward_hooks", "_base", "_post_accumulate_grad_hooks", "output_nr", "retains_grad")
 Ask = Callable[[Any], Hashable]  # asks an object a question; answers are compared with ==
 
@@ -255,7 +249,7 @@ def _maxlen(held: Any) -> Hashable:
 
 def _keys_in_order(held: Any) -> Hashable:
     keys, types = tuple(held), tuple(map(type, held))
-    is_plain = _COMPARED.issuperset(types)
+    is_plain = COMPARED_BY_VALUE.issuperset(types)
     return keys if is_plain else tuple(map(hash, keys)), types
 
 
@@ -286,7 +280,6 @@ def _patches() -> Iterator[Patch]:
     yield dicts.ConstDictVariable, "install_dict_contains_guard", call_before(_guard_made_key)
     yield lists.CommonListMethodsVariable, "call_method", call_before(_guard_list_method)
     yield builder.VariableBuilder, "_wrap", _length_limit
-    yield from _class_patches()
     for tracker in (misc.PythonModuleVariable, *_subclasses(functions.BaseUserFunctionVariable)):
         if "call_obj_hasattr" in vars(tracker):
             yield tracker, "call_obj_hasattr", call_before(_guard_hasattr)
@@ -295,9 +288,11 @@ def _patches() -> Iterator[Patch]:
     yield torch_functions.TorchInGraphFunctionVariable, "call_function", _without_transform
     yield functions.PolyfilledFunctionVariable, "call_function", call_before(_guard_polyfill)
     yield misc.RandomVariable, "call_method", call_before(_guard_random_state)
-    yield from _identity_patches()
-    yield lists, "iter_contains", compare_all_items
-    for patches in (name_patches, numpy_patches, write_patches, empty_dict_patches, key_patches):
+    yield BuiltinVariable, "call_function", _asked_of_classes
+    for patches in (
+        class_patches, identity_patches, name_patches, numpy_patches, write_patches, empty_dict_patches,
+        key_patches,
+    ):  # fmt: skip
         yield from patches()
     yield guards.GuardBuilder, "EQUALS_MATCH", call_after(_guard_numbers)
     yield guards.GuardBuilder, "EMPTY_NN_MODULE_HOOKS_DICT", _guard_no_hooks
@@ -305,36 +300,9 @@ def _patches() -> Iterator[Patch]:
         yield dicts.DunderDictVariable, "install_dict_contains_guard", _name_in_dict
         yield dicts.DunderDictVariable, "install_dict_keys_match_guard", _names_in_dict
     else:
+        yield BuiltinVariable, "call_function", call_before(_guard_function_name)
         yield misc.GetAttrVariable, "call_method", call_before(_guard_dict_method)
         yield DefaultDictVariable, "call_method", call_before(_guard_default_dict)
-
-
-def _class_patches() -> Iterator[Patch]:
-    """Yield the methods that read a class or construct its objects."""
-    yield UserDefinedClassVariable, "__init__", call_after(_guard_class)
-    yield UserDefinedObjectVariable, "__init__", call_after(_guard_class)
-    yield UserDefinedObjectVariable, "__init__", call_after(check_truth)
-    yield UserDefinedClassVariable, "call_function", call_before(check_construction)
-    if not IS_2_13:
-        yield UserDefinedObjectVariable, "var_getattr", truth_by_length
-
-
-def _identity_patches() -> Iterator[Patch]:
-    """Yield the methods that take two objects for one, or for two."""
-    yield BuiltinVariable, "call_function", call_before(_guard_builtin)
-    yield BuiltinVariable, "call_function", _asked_of_classes
-    if IS_2_13:
-        yield variables.object_protocol, "vt_identity_compare", call_before(_guard_compared)
-        yield variables.hashable.HashableTracker, "__init__", call_after(_guard_hashed)
-    else:
-        yield UserDefinedObjectVariable, "is_python_equal", call_before(_guard_compared)
-        yield UserDefinedObjectVariable, "call_method", call_before(_guard_eq)
-        yield dicts.ConstDictVariable._HashableTracker, "__init__", call_after(_guard_hashed)
-    yield builder, "make_dupe_guard", _one_object_in_two_places
-    for name in ("_track_obj", "track_mutable"):
-        yield SideEffects, name, call_before(_note_tracked)
-    yield SideEffects, "mutation", call_before(_guard_mutation)
-    yield SideEffects, "store_attr", call_before(_guard_mutation)
 
 
 def _subclasses(tracker: type) -> Iterator[type]:
@@ -351,7 +319,7 @@ def _attribute_lookup(own: Callable[..., Any]) -> Callable[..., Any]:
         except ObservedAttributeError:
             _guard_attribute(self, name)
             raise
-        if isinstance(self, UserDefinedVariable) and _has_users_class(self):
+        if isinstance(self, UserDefinedVariable) and has_users_class(self):
             guard_class_attribute(self.value, name)
         if isinstance(self, TensorVariable) and self.source is not None:
             _guard_autograd(self, name)
@@ -378,16 +346,6 @@ def _guard_class_constant(source: Source, found: VariableTracker) -> None:
         guards.install_guard(source.make_guard(guards.GuardBuilder.ID_MATCH))
     elif isinstance(found, ConstantVariable):
         guards.install_guard(source.make_guard(guards.GuardBuilder.CONSTANT_MATCH))
-
-
-def _guard_class(self: Any, value: Any, *_: Any, **__: Any) -> None:
-    if _has_users_class(self):
-        guard_special_methods(value)
-
-
-def _has_users_class(variable: VariableTracker) -> bool:
-    """Return True if a guard can reach the class; False for graph classes that dynamo generates."""
-    return variable.source is not None or getattr(variable, "cls_source", None) is not None
 
 
 def _guard_hasattr(self: VariableTracker, _: Any, name: str) -> None:
@@ -585,11 +543,10 @@ def _has_no_hooks(attributes: dict[str, Any]) -> bool:
         return False
 
 
-def _guard_builtin(self: Any, _: Any, args: Any, kwargs: Any) -> None:
-    if self.fn in (operator.is_, operator.is_not):
-        _guard_compared(*args)
-    elif self.fn is getattr and isinstance(args[0], functions.UserFunctionVariable) and not IS_2_13:
-        for key in ("__name__", "__module__"):  # folded by PyTorch 2.11
+def _guard_function_name(self: Any, _: Any, args: Any, kwargs: Any) -> None:
+    """Guard `__name__` and `__module__` of a function, which PyTorch 2.11 folds."""
+    if self.fn is getattr and isinstance(args[0], functions.UserFunctionVariable):
+        for key in ("__name__", "__module__"):
             if args[1].is_constant_match(key):
                 _guard(args[0], functools.partial(_value_of_attribute, key=key))
 
@@ -630,45 +587,3 @@ def _answers_itself(kind: Any) -> bool:
     """Return True if the metaclass of a class answers isinstance() or issubclass()."""
     asked = "__instancecheck__", "__subclasscheck__"
     return any(getattr(type(kind), name, None) is not getattr(type, name) for name in asked)
-
-
-def _guard_eq(self: Any, _: Any, name: str, args: list[VariableTracker], kwargs: Any) -> None:
-    if name == "__eq__" and args:
-        _guard_compared(self, args[0])
-
-
-def _guard_compared(*compared: VariableTracker) -> None:
-    """Guard the identity of objects that `is`, `==` or `in` compares, if guards can reach all of them."""
-    if all(each.source is not None for each in compared):
-        guard_identity(*(each.source for each in compared))
-
-
-def _guard_hashed(self: Any, _: VariableTracker) -> None:
-    """Guard the identity of objects that are keys of a dict or items of a set."""
-    key = self.vt
-    if isinstance(key, LazyVariableTracker) and not key.is_realized():  # dynamo cannot hash all others
-        if type(key.original_value()) not in _COMPARED:
-            guard_identity(key.original_source())
-    elif not key.is_python_constant():
-        guard_identity(key.source)
-
-
-def _one_object_in_two_places(own: Callable[..., Any]) -> Callable[..., Any]:
-    """Guard that an argument and a global variable stay one object, where dynamo has no guard."""
-
-    @functools.wraps(own)
-    def guard(found: Source, known: Source | None) -> Any:
-        made = own(found, known)
-        if made is None and known is not None and known != found:
-            guard_identity(found, known)
-        return made
-
-    return guard
-
-
-def _note_tracked(self: SideEffects, item: Any, variable: VariableTracker, **_: Any) -> None:
-    note_tracked(variable)
-
-
-def _guard_mutation(self: SideEffects, variable: VariableTracker, *_: Any, **__: Any) -> None:
-    guard_changed(variable)
