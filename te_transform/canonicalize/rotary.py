@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from itertools import product
 from typing import NamedTuple
 
 import torch
@@ -126,12 +127,8 @@ def _by_parts(root: fx.Node, covered: list[fx.Node]) -> _Rotation | None:
     first, second = ([*_terms(part, 1, covered)] for part in parts)
     if len(first) != 2 or len(second) != 2:
         return None
-    for cos, sin in (first, first[::-1]):
-        for other_cos, other_sin in (second, second[::-1]):
-            found = _matched(root, cos, sin, other_cos, other_sin)
-            if found is not None:
-                return found
-    return None
+    orders = product((first, first[::-1]), (second, second[::-1]))
+    return next(filter(None, (_matched(root, *one, *other) for one, other in orders)), None)
 
 
 def _matched(root: fx.Node, cos: _Term, sin: _Term, other_cos: _Term, other_sin: _Term) -> _Rotation | None:

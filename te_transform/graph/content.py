@@ -113,7 +113,10 @@ class Leads(Content):
 
 
 class Named(Content):
-    """A value that holds others by name; `names` are those that now() returned at the snapshot."""
+    """A value that holds others by name, in its `__dict__` unless a subclass has another place.
+
+    `names` are the values that now() returned at the snapshot.
+    """
 
     __slots__ = ("names",)
 
@@ -123,11 +126,11 @@ class Named(Content):
 
     def put(self, name: Any, held: Any) -> None:
         """Hold a value under a name."""
-        raise NotImplementedError
+        self.value.__dict__[name] = held
 
     def drop(self, name: Any) -> None:
         """Hold no value under a name any more."""
-        raise NotImplementedError
+        del self.value.__dict__[name]
 
     def put_back(self) -> None:
         now = self.now()
@@ -164,13 +167,13 @@ class Attributes(Named):
         if isinstance(name, types.MemberDescriptorType):
             name.__set__(self.value, held)
         else:
-            self.value.__dict__[name] = held
+            super().put(name, held)
 
     def drop(self, name: Any) -> None:
         if isinstance(name, types.MemberDescriptorType):
             name.__delete__(self.value)
         else:
-            del self.value.__dict__[name]
+            super().drop(name)
 
     def put_back(self) -> None:
         super().put_back()

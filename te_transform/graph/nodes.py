@@ -38,33 +38,17 @@ _STATE = (
     "_grad_increment",
     "lift",
 )
-_TOUCHING_METHODS = frozenset(
+_IN_PLACE_OPERATORS = (
+    "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "imatmul", "iand", "ior", "ixor",
+)  # fmt: skip
+_IN_PLACE_METHODS = frozenset(f"__{name}__" for name in _IN_PLACE_OPERATORS)
+_WRITING = frozenset(  # functions and methods; others end in "_"
     {
-        "register_hook",
-        "register_post_accumulate_grad_hook",
-        "retain_grad",
-        "requires_grad_",
-        "backward",
-        "set_",
+        "register_hook", "register_post_accumulate_grad_hook", "retain_grad", "backward",
+        operator.setitem, operator.delitem, setattr, delattr,
+        *(getattr(operator, name) for name in _IN_PLACE_OPERATORS),
     }
-)
-_TOUCHING_FUNCTIONS = frozenset({operator.setitem, operator.delitem, setattr, delattr})
-_IN_PLACE_OPERATORS = frozenset(
-    getattr(operator, name)
-    for name in (
-        "iadd",
-        "isub",
-        "imul",
-        "itruediv",
-        "ifloordiv",
-        "imod",
-        "ipow",
-        "imatmul",
-        "iand",
-        "ior",
-        "ixor",
-    )
-)
+)  # fmt: skip
 _RANDOM = re.compile(
     r"rand(n|int|perm|om)?(_like)?|bernoulli|binomial|multinomial|(log_)?normal|cauchy|exponential|geometric"
     r"|uniform|poisson|(feature_|native_)?(alpha_)?dropout(1d|2d|3d)?|rrelu(_with_noise)?"
@@ -289,26 +273,20 @@ def writes(node: fx.Node) -> bool:
     """Return True if the node changes a tensor or an object in place."""
     if node.op not in ("call_function", "call_method"):
         return False
-    if (
-        node.target in _TOUCHING_METHODS
-        or node.target in _TOUCHING_FUNCTIONS
-        or node.target in _IN_PLACE_OPERATORS
-    ):
+    target, name = node.target, called(node)
+    if target in _WRITING or name in _IN_PLACE_METHODS:
         return True
-    if isinstance(node.target, torch._ops.OpOverload):
-        return node.target._schema.is_mutable
-    if isinstance(node.target, torch._ops.OpOverloadPacket) and _may_write(node.target):
-        return True
-    if node.kwargs.get("inplace") is True or node.kwargs.get("out") is not None:
-        return True
-    name = called(node)
-    if node.target in _named_operators():  # operator.and_, or_ and not_ end in "_" and write nothing
+    if isinstance(target, torch._ops.OpOverload):
+        return target._schema.is_mutable
+    if getattr(target, "__module__", None) == "_operator":  # and_, or_ and not_ write nothing
         return False
-    if name.endswith("_") and not name.endswith("__"):
-        return True
-    if name.startswith("__i") and name.endswith("__") and name[3:-2] in _IN_PLACE_NAMES:
-        return True
-    return _inplace_by_position(node)
+    return (
+        (isinstance(target, torch._ops.OpOverloadPacket) and _may_write(target))
+        or (name.endswith("_") and not name.endswith("__"))
+        or node.kwargs.get("out") is not None
+        or node.kwargs.get("inplace") is True
+        or _inplace_by_position(node)
+    )
 
 
 @cache
@@ -317,18 +295,6 @@ def _may_write(packet: torch._ops.OpOverloadPacket) -> bool:
     schemas = (getattr(packet, name)._schema for name in packet.overloads())
     arguments = (argument for schema in schemas for argument in schema.arguments if not argument.is_out)
     return any(argument.alias_info is not None and argument.alias_info.is_write for argument in arguments)
-
-
-_IN_PLACE_NAMES = frozenset(f.__name__[1:] for f in _IN_PLACE_OPERATORS)
-
-
-@cache
-def _named_operators() -> frozenset[Callable]:
-    return (
-        frozenset(f for f in vars(operator).values() if callable(f))
-        - _IN_PLACE_OPERATORS
-        - _TOUCHING_FUNCTIONS
-    )
 
 
 def _inplace_by_position(node: fx.Node) -> bool:

@@ -59,12 +59,6 @@ class TensorContent(Named):
     def now(self) -> dict[str, Any]:
         return {name: x for name, x in vars(self.value).items() if not name.startswith(_OF_DYNAMO)}
 
-    def put(self, name: str, held: Any) -> None:
-        self.value.__dict__[name] = held
-
-    def drop(self, name: str) -> None:
-        del self.value.__dict__[name]
-
     def put_back(self) -> None:
         super().put_back()
         value = self.value

@@ -151,20 +151,9 @@ def _read_elsewhere(match: Match, rule: Rule) -> Iterator[str]:
         others = [user for user in node.users if user not in own]
         if node in handed_out:
             others = [user for user in others if user.op != "output"]
-        if node in sharing and node.meta.get("written") and others:
-            yield (
-                f"the output of the {called(node)} is written in place, but autograd cannot notice a write "
-                "in the fused module: write to a new tensor instead"
-            )
-            continue
-        if node in sharing:  # the fused op returns only once all of its inputs exist
-            others = [user for user in others if user <= last]
         read = readers(others)
-        if read and node in sharing:
-            yield (
-                f"the output of the {called(node)} is also read by {', '.join(read)} before the other inputs "
-                "exist, but the fused module needs them all: move that read after the linear"
-            )
+        if node in sharing:
+            yield from _of_shared(node, others, last)
         elif read and node.target is ops.linear and all(user.target is ops.columns for user in others):
             yield from _shared_columns(node)
         elif read:
@@ -188,6 +177,20 @@ def _written_later(match: Match) -> Iterator[str]:
         yield (
             "an input of these operations is written in place after them, but the fused module keeps it for "
             "the backward: make a new tensor there, as h = h + y does"
+        )
+
+
+def _of_shared(node: fx.Node, others: list[fx.Node], last: fx.Node) -> Iterator[str]:
+    """Yield why the fused op cannot return a value to other readers, once its `last` input exists."""
+    if node.meta.get("written") and others:
+        yield (
+            f"the output of the {called(node)} is written in place, but autograd cannot notice a write in "
+            "the fused module: write to a new tensor instead"
+        )
+    elif read := readers(user for user in others if user <= last):
+        yield (
+            f"the output of the {called(node)} is also read by {', '.join(read)} before the other inputs "
+            "exist, but the fused module needs them all: move that read after the linear"
         )
 
 
