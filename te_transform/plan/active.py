@@ -69,12 +69,12 @@ def _uncompiled(
     for site in plan.sites:
         if type(site.fused) is plain.Linear and not has_kernels and len(site.weights[0]) == 1:
             why = _SINGLE_LINEAR
-        elif few and not limits.ignore_size_limits and (site in products or _goes_with(site, small)):
-            why = few
-        elif site in products and has_kernels:
-            why = small.get(site, None if limits.ignore_size_limits else AS_FAST)
-        elif site in products:
+        elif limits.ignore_size_limits:
             why = None
+        elif few and (site in products or _goes_with(site, small)):
+            why = few
+        elif site in products:
+            why = small.get(site, AS_FAST) if has_kernels else None
         else:
             why = _too_small_for_kernel(site, in_graphs, has_kernels)
         if why:
@@ -87,7 +87,7 @@ def _goes_with(site: Site, gaining: dict[Site, str | None]) -> bool:
 
 
 def _too_few_rows(rows: int, width: int, least: float, what: str) -> str | None:
-    if limits.ignore_size_limits or not isinstance(rows, int) or rows >= least:
+    if not isinstance(rows, int) or rows >= least:
         return None
     return f"the call has {rows:,} tokens, but {what} from {least:,} on (width {width})"
 
@@ -95,8 +95,6 @@ def _too_few_rows(rows: int, width: int, least: float, what: str) -> str | None:
 def _too_small_for_kernel(site: Site, in_graphs: bool, has_kernels: bool) -> str | None:
     """Return why an op other than a fused product is too small for its kernel, or None."""
     first, *others = site.node.args
-    if limits.ignore_size_limits:
-        return None
     if isinstance(site.fused, plain.PaddedLinear):
         tokens, least = math.prod(shape_of(first)[:-1]), limits.MIN_PADDED_TOKENS
         is_few = isinstance(tokens, int) and tokens < least
