@@ -52,6 +52,7 @@ from torch._dynamo.variables.user_defined import (
 )
 from torch._guards import Guard, Source, TracingContext
 
+from te_transform.graph.built_guards import built_patches
 from te_transform.graph.class_guards import (
     class_patches,
     classes_of,
@@ -60,7 +61,6 @@ from te_transform.graph.class_guards import (
     has_users_class,
 )
 from te_transform.graph.dynamo_patches import IS_2_13, Patch, call_after, call_before, leave_to_user, patched
-from te_transform.graph.empty_dicts import empty_dict_patches
 from te_transform.graph.function_names import name_patches
 from te_transform.graph.identity_guards import COMPARED_BY_VALUE, identity_patches
 from te_transform.graph.lambda_guards import add_guard, description, guard_at_root
@@ -253,11 +253,6 @@ def _keys_in_order(held: Any) -> Hashable:
     return keys if is_plain else tuple(map(hash, keys)), types
 
 
-def _exact_text(held: Any) -> Hashable:
-    """Return text that differs for 1, 1.0 and True, and for 0.0 and -0.0, which are equal."""
-    return frozenset(map(repr, held)) if isinstance(held, frozenset) else repr(held)
-
-
 # The patches of dynamo's trackers
 
 
@@ -290,12 +285,10 @@ def _patches() -> Iterator[Patch]:
     yield misc.RandomVariable, "call_method", call_before(_guard_random_state)
     yield BuiltinVariable, "call_function", _asked_of_classes
     for patches in (
-        class_patches, identity_patches, name_patches, numpy_patches, write_patches, empty_dict_patches,
-        key_patches,
+        class_patches, identity_patches, name_patches, numpy_patches, write_patches, key_patches,
+        built_patches,
     ):  # fmt: skip
         yield from patches()
-    yield guards.GuardBuilder, "EQUALS_MATCH", call_after(_guard_numbers)
-    yield guards.GuardBuilder, "EMPTY_NN_MODULE_HOOKS_DICT", _guard_no_hooks
     if IS_2_13:
         yield dicts.DunderDictVariable, "install_dict_contains_guard", _name_in_dict
         yield dicts.DunderDictVariable, "install_dict_keys_match_guard", _names_in_dict
@@ -500,47 +493,6 @@ def _guard_polyfill(self: Any, tx: Any, args: Any, kwargs: Any) -> None:
     by_inspect = tx.f_code.co_filename == inspect.__file__
     if self.can_constant_fold_through() and not args and not kwargs and not by_inspect:
         _guard_process(self.wrapped_fn)
-
-
-def _guard_numbers(self: Any, guard: Guard, *_: Any, **__: Any) -> None:
-    """Guard the signs of zeros, and the types of numbers in a tuple. EQUALS_MATCH guards the value's type."""
-    held = self.get(guard)
-    if isinstance(held, (complex, tuple, frozenset)) or (isinstance(held, float) and held == 0.0):
-        _same_answer(self, guard, _exact_text)
-
-
-def _guard_no_hooks(own: Callable[..., Any]) -> Callable[..., Any]:
-    """Guard that a module has no hooks by one guard, in place of dynamo's guard for each dict of hooks."""
-
-    @functools.wraps(own)
-    def guard_hooks(self: Any, guard: Guard) -> None:
-        module = guard.originating_source.base
-        attributes = self.get(module).__dict__
-        if not _has_no_hooks(attributes):
-            own(self, guard)
-            return
-        told = f"not ({module.name}._forward_hooks or other hooks)"
-        if told in self.already_added_code_parts:
-            return
-        self.already_added_code_parts.add(told)
-        manager = self.get_guard_manager_from_source(module).get_generic_dict_manager(
-            f"{module.name}.__dict__", attributes, guards.GuardManagerType.GUARD_MANAGER
-        )
-        add_guard(manager, guard, _has_no_hooks, told)
-
-    return guard_hooks
-
-
-def _has_no_hooks(attributes: dict[str, Any]) -> bool:
-    """Return True if all dicts of hooks are empty; a loop over their names would take longer."""
-    try:
-        return not (
-            attributes["_forward_hooks"] or attributes["_forward_hooks_with_kwargs"]
-            or attributes["_forward_pre_hooks"] or attributes["_forward_pre_hooks_with_kwargs"]
-            or attributes["_backward_hooks"] or attributes["_backward_pre_hooks"]
-        )  # fmt: skip
-    except KeyError:  # not an attribute of the object, as in torch.jit's modules
-        return False
 
 
 def _guard_function_name(self: Any, _: Any, args: Any, kwargs: Any) -> None:
