@@ -27,7 +27,7 @@ from types import MemberDescriptorType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch._dynamo import guards, variables
 from torch._dynamo.exc import ObservedAttributeError, ObservedKeyError
 from torch._dynamo.source import AttrSource, GlobalStateSource, SkipGuardSource, is_from_skip_guard_source
@@ -69,7 +69,7 @@ from te_transform.graph.membership import key_patches
 from te_transform.graph.numpy_numbers import numpy_patches
 
 _OF_AUTOGRAD = ("_backward_hooks", "_base", "_post_accumulate_grad_hooks", "output_nr", "retains_grad")
-Ask = Callable[[Any], Hashable]  # asks an object a question; answers are compared with ==
+Ask = Callable[..., Hashable]  # asks an object a question; answers are compared with ==
 
 # Dynamo folds calls of these functions too. Their answers depend only on the arguments or the hardware.
 _CONSTANT = {
@@ -94,21 +94,20 @@ def guard_questions() -> Iterator[None]:
         yield
 
 
-def _guard(variable: VariableTracker, ask: Ask) -> None:
+def _guard(variable: VariableTracker, ask: Ask, **known: Any) -> None:
     """Guard the answer of `ask` for the object behind `variable`, if the variable has a source."""
     if variable.source is not None:
-        _install(variable.source, ask)
+        _install(variable.source, ask, **known)
 
 
 def _guard_process(
     function: Callable[..., Any], arguments: tuple[Any, ...] = (), named: tuple[tuple[str, Any], ...] = ()
 ) -> None:
-    ask = functools.partial(_process_says, function=function, arguments=arguments, named=named)
-    _install(GlobalStateSource(), ask)
+    _install(GlobalStateSource(), _process_says, function=function, arguments=arguments, named=named)
 
 
-def _install(source: Source, ask: Ask) -> None:
-    """Add a guard, once for each question.
+def _install(source: Source, ask: Ask, **known: Any) -> None:
+    """Add a guard, once for each question; `known` are further arguments of `ask`.
 
     Dynamo's install_guard() omits guards on objects in modules of Python's standard library, such as
     os.environ. This function adds these guards as well.
@@ -116,11 +115,10 @@ def _install(source: Source, ask: Ask) -> None:
     source = _without_skips(source)
     installed = TracingContext.get().guards_context.dynamo_guards
     asked = vars(installed).setdefault("_te_transform_asked", set())
-    values = getattr(ask, "keywords", {}).values()
-    question = source.name, getattr(ask, "func", ask), *((type(value), value) for value in values)
+    question = source.name, ask, *((type(value), value) for value in known.values())
     if question not in asked:
         asked.add(question)
-        installed.add(source.make_guard(functools.partial(_same_answer, ask=ask)))
+        installed.add(source.make_guard(functools.partial(_same_answer, ask=functools.partial(ask, **known))))
 
 
 def _without_skips(source: Source) -> Source:
@@ -132,7 +130,7 @@ def _without_skips(source: Source) -> Source:
     return source
 
 
-def _same_answer(builder: Any, guard: Guard, ask: Ask) -> None:
+def _same_answer(builder: Any, guard: Guard, ask: functools.partial[Hashable]) -> None:
     """Build the guard for the current answer, before the call changes any state.
 
     Dynamo's own guards for missing keys are faster. The manager of a dict whose order of keys is guarded
@@ -149,13 +147,12 @@ def _same_answer(builder: Any, guard: Guard, ask: Ask) -> None:
     add_guard(manager, guard, lambda held: ask(held) == answer, description(told, answer))
 
 
-def _guard_missing_key(builder: Any, guard: Guard, held: Any, ask: Any) -> bool:
+def _guard_missing_key(builder: Any, guard: Guard, held: Any, ask: functools.partial[Hashable]) -> bool:
     """Build dynamo's guard for a key that a dict lacks. Return False if the question is another one."""
-    asked = getattr(ask, "func", None)
-    home = _own_dict(held) if asked is _holds_name else held if asked is _holds_key else None
+    home = _own_dict(held) if ask.func is _holds_name else held if ask.func is _holds_key else None
     if type(home) is not dict or (key := ask.keywords["key"]) in home:
         return False
-    if asked is _holds_name:
+    if ask.func is _holds_name:
         builder.NOT_PRESENT_IN_GENERIC_DICT(guard, attr=key)
         return True
     told = guards.get_verbose_code_parts(f"not ___dict_contains({key!r}, {guard.name})", guard)
@@ -163,10 +160,9 @@ def _guard_missing_key(builder: Any, guard: Guard, held: Any, ask: Any) -> bool:
     return True
 
 
-def _question(ask: Any, name: str) -> str:
-    values = filter(None, (name, *map(repr, ask.keywords.values()))) if hasattr(ask, "keywords") else (name,)
-    called = getattr(ask, "func", ask).__name__.lstrip("_")
-    return f"{called}({', '.join(values)})"
+def _question(ask: functools.partial[Hashable], name: str) -> str:
+    values = filter(None, (name, *map(repr, ask.keywords.values())))
+    return f"{ask.func.__name__.lstrip('_')}({', '.join(values)})"
 
 
 # The questions
@@ -226,10 +222,6 @@ def _value_of_attribute(held: Any, key: str) -> Hashable:
     return getattr(held, key)
 
 
-def _is_leaf(held: Tensor) -> bool:
-    return held.is_leaf
-
-
 def _random_state(held: random.Random) -> Hashable:
     return held.getstate()
 
@@ -241,10 +233,6 @@ def _process_says(
         return function(*arguments, **dict(named))
     except Exception as error:
         return type(error)
-
-
-def _maxlen(held: Any) -> Hashable:
-    return held.maxlen
 
 
 def _keys_in_order(held: Any) -> Hashable:
@@ -326,7 +314,7 @@ def _attribute_lookup(own: Callable[..., Any]) -> Callable[..., Any]:
 def _guard_autograd(self: TensorVariable, name: str) -> None:
     """Guard if autograd made a tensor. Leave what dynamo's copies of tensors lack to the user's own code."""
     if name in ("is_leaf", "grad_fn"):
-        _guard(self, _is_leaf)
+        _guard(self, _value_of_attribute, key="is_leaf")
     elif name in _OF_AUTOGRAD:
         leave_to_user(f"it reads {name} of a tensor that it did not make, which dynamo does not copy")
 
@@ -355,12 +343,12 @@ def _guard_attribute(variable: VariableTracker, name: str) -> None:
         return
     homes = _dicts_of(held)
     if held is None or any(name in home for home in homes.values()) or not guard_missing_name(held, name):
-        _guard(variable, functools.partial(_has_attribute, key=name))
+        _guard(variable, _has_attribute, key=name)
         return
-    _guard(variable, functools.partial(_holds_name, key=name))
+    _guard(variable, _holds_name, key=name)
     for home in homes:
         if home != "__dict__":
-            _install(AttrSource(source, home), functools.partial(_holds_key, key=name))
+            _install(AttrSource(source, home), _holds_key, key=name)
 
 
 def _guard_getattr_method(self: Any, _: Any, args: Any, kwargs: Any) -> None:
@@ -411,7 +399,7 @@ def _length_limit(own: Callable[..., Any]) -> Callable[..., Any]:
         made = own(self, value)
         if isinstance(made, lists.DequeVariable):
             made.maxlen = ConstantVariable.create(value.maxlen)
-            _guard(made, _maxlen)
+            _guard(made, _value_of_attribute, key="maxlen")
         return made
 
     return wrap
@@ -422,10 +410,10 @@ def _guard_default_dict(self: Any, _: Any, name: str, args: list[VariableTracker
         _guard_key(self, args[0], _holds_key)
 
 
-def _guard_key(held: Any, key: VariableTracker, ask: Callable[..., Hashable]) -> None:
+def _guard_key(held: Any, key: VariableTracker, ask: Ask) -> None:
     """Guard the answer for a key, or all keys of a dict if the key is not constant."""
     if key.is_python_constant():
-        _guard(held, functools.partial(ask, key=key.as_python_constant()))
+        _guard(held, ask, key=key.as_python_constant())
     elif hasattr(held, "install_dict_keys_match_guard"):
         held.install_dict_keys_match_guard()
 
@@ -500,7 +488,7 @@ def _guard_function_name(self: Any, _: Any, args: Any, kwargs: Any) -> None:
     if self.fn is getattr and isinstance(args[0], functions.UserFunctionVariable):
         for key in ("__name__", "__module__"):
             if args[1].is_constant_match(key):
-                _guard(args[0], functools.partial(_value_of_attribute, key=key))
+                _guard(args[0], _value_of_attribute, key=key)
 
 
 def _asked_of_classes(own: Callable[..., Any]) -> Callable[..., Any]:
@@ -519,7 +507,7 @@ def _asked_of_classes(own: Callable[..., Any]) -> Callable[..., Any]:
             if self.fn is issubclass and held.is_python_constant():
                 _guard_process(issubclass, (held.as_python_constant(), classes))
             elif isinstance(held, UserDefinedObjectVariable) and held.source:
-                _guard(held, functools.partial(_is_instance, classes=classes))
+                _guard(held, _is_instance, classes=classes)
                 return ConstantVariable.create(_is_instance(held.value, classes))
         return own(self, tx, args, kwargs)
 
