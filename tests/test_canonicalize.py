@@ -677,6 +677,30 @@ def test_layouts_of_other_values_stay() -> None:
     assert [node.args[0].target for node in (cos, sin)] == [torch.cat, torch.cat]
 
 
+def test_a_sine_that_is_negated_twice_keeps_its_sign() -> None:
+    def rope(m, x, angles):
+        return x * angles.cos() + _rotate_half(x) * -((-angles.sin()).float() * 1.0)
+
+    canonical(rope, QUERY, torch.randn(LENGTH, WIDTH))
+
+
+ARGUMENTS = {
+    "add, with a factor": lambda m, x, y: torch.add(x, y, alpha=2),
+    "sub, with a factor": lambda m, x, y: torch.sub(x, y, alpha=2),
+    "div, rounded": lambda m, x, y: torch.div(x, y, rounding_mode="floor"),
+    "var, with two fewer": lambda m, x, y: torch.var(x, -1, correction=2),
+    "hardtanh": lambda m, x, y: F.hardtanh(x, -0.5, 0.25),
+    "baddbmm, with factors": lambda m, x, y: torch.baddbmm(x, x @ y.mT, y, beta=0.5, alpha=2.0),
+    "an einsum of one vector for each batch": lambda m, x, y: torch.einsum("bk,bkn->bn", x[..., 0], y),
+    "a softmax of a narrower difference": lambda m, x, y: (x - x.amax(-1, True)).bfloat16().softmax(-1),
+}
+
+
+@pytest.mark.parametrize("call", ARGUMENTS.values(), ids=ARGUMENTS)
+def test_arguments_that_change_the_result_are_not_lost(call) -> None:
+    canonical(call, *torch.randn(2, 3, LENGTH, 8))
+
+
 def test_an_index_of_several_nones_is_an_unsqueeze_for_each() -> None:
     for index in (
         lambda x: x[None, None],

@@ -75,7 +75,7 @@ def compute_new_results(graph: fx.Graph) -> None:
 
 def _write_keeps_dtype(write: fx.Node) -> bool:
     """Return True if arithmetic with a new result has the dtype of the in-place target."""
-    if not write.args or not nodes.is_tensor_node(write.args[0]):
+    if not nodes.is_tensor_node(write.args[0]):
         return False
     target = nodes.value(write.args[0])
     others = [_operand(other) for other in (*write.args[1:], *write.kwargs.values())]

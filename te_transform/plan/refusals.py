@@ -163,6 +163,20 @@ def _read_elsewhere(match: Match, rule: Rule) -> Iterator[str]:
             )
 
 
+def _of_shared(node: fx.Node, others: list[fx.Node], last: fx.Node) -> Iterator[str]:
+    """Yield why the fused op cannot return a value to other readers, once its `last` input exists."""
+    if node.meta.get("written") and others:
+        yield (
+            f"the output of the {called(node)} is written in place, but autograd cannot notice a write in "
+            "the fused module: write to a new tensor instead"
+        )
+    elif read := readers(user for user in others if user <= last):
+        yield (
+            f"the output of the {called(node)} is also read by {', '.join(read)} before the other inputs "
+            "exist, but the fused module needs them all: move that read after the linear"
+        )
+
+
 def _written_later(match: Match) -> Iterator[str]:
     """Yield the reason if an input is written in place after the match, and autograd records the match.
 
@@ -177,20 +191,6 @@ def _written_later(match: Match) -> Iterator[str]:
         yield (
             "an input of these operations is written in place after them, but the fused module keeps it for "
             "the backward: make a new tensor there, as h = h + y does"
-        )
-
-
-def _of_shared(node: fx.Node, others: list[fx.Node], last: fx.Node) -> Iterator[str]:
-    """Yield why the fused op cannot return a value to other readers, once its `last` input exists."""
-    if node.meta.get("written") and others:
-        yield (
-            f"the output of the {called(node)} is written in place, but autograd cannot notice a write in "
-            "the fused module: write to a new tensor instead"
-        )
-    elif read := readers(user for user in others if user <= last):
-        yield (
-            f"the output of the {called(node)} is also read by {', '.join(read)} before the other inputs "
-            "exist, but the fused module needs them all: move that read after the linear"
         )
 
 
