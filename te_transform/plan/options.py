@@ -140,25 +140,10 @@ class Options:
         mode, graphs = flags.get("compile", False), flags.get("graphs", False)
         any_width = recipe is not None or bool(mode) or bool(graphs)
         chosen, reason = choose(backend, model, planning, any_width=any_width, in_recipe=recipe is not None)
-        if passes is not None and not isinstance(passes, (tuple, list)):
-            raise OptionError(
-                f"expected a tuple of te_transform.Rule objects for passes, such as PIPELINE, got {passes!r}"
-            )
-        rules = pipeline if passes is None else tuple(passes)
-        if wrong := [rule for rule in rules if not isinstance(rule, Rule)]:
-            raise OptionError(
-                f"expected te_transform.Rule objects in passes, as in te_transform.PIPELINE, got {wrong[0]!r}"
-            )
-        for rule in rules:
-            _check_rule(rule)
+        rules = pipeline if passes is None else _rules_of(passes)
         cls._check_recipe(recipe, chosen, reason, planning)
         globs = globs_of(skip)
-        if not isinstance(mode, bool) and mode not in (*COMPILE_MODES, "auto"):
-            known = ", ".join((*COMPILE_MODES, "auto"))
-            raise OptionError(f"expected a bool or one of {known} for compile, got {mode!r}")
-        for name in ("approximate", "pad_vocabulary", "chunked_loss", "graphs", "inplace", "verify"):
-            if not isinstance(flags.get(name, False), bool):
-                raise OptionError(f"expected True or False for {name}, got {flags[name]!r}")
+        _check_flags(flags)
         if graphs:
             cls._check_graphs(mode, planning)
         if flags.get("chunked_loss") and (mode or graphs):
@@ -211,6 +196,35 @@ class Options:
             backend.recipe_of(named)
         except ValueError as error:
             raise OptionError(f"recipe is {named!r}, {error}") from error
+
+
+def _rules_of(passes: Any) -> tuple[Rule, ...]:
+    """Return the rules of `passes`.
+
+    Raises:
+        OptionError: `passes` has something else than valid rules.
+    """
+    if not isinstance(passes, (tuple, list)):
+        raise OptionError(
+            f"expected a tuple of te_transform.Rule objects for passes, such as PIPELINE, got {passes!r}"
+        )
+    if wrong := [rule for rule in passes if not isinstance(rule, Rule)]:
+        raise OptionError(
+            f"expected te_transform.Rule objects in passes, as in te_transform.PIPELINE, got {wrong[0]!r}"
+        )
+    for rule in passes:
+        _check_rule(rule)
+    return tuple(passes)
+
+
+def _check_flags(flags: dict[str, Any]) -> None:
+    """Raise unless `compile` is a bool or a mode, and the other flags are bools."""
+    mode, modes = flags.get("compile", False), (*COMPILE_MODES, "auto")
+    if not isinstance(mode, bool) and mode not in modes:
+        raise OptionError(f"expected a bool or one of {', '.join(modes)} for compile, got {mode!r}")
+    for name in ("approximate", "pad_vocabulary", "chunked_loss", "graphs", "inplace", "verify"):
+        if not isinstance(flags.get(name, False), bool):
+            raise OptionError(f"expected True or False for {name}, got {flags[name]!r}")
 
 
 def _check_rule(rule: Rule) -> None:
