@@ -701,6 +701,25 @@ def test_arguments_that_change_the_result_are_not_lost(call) -> None:
     canonical(call, *torch.randn(2, 3, LENGTH, 8))
 
 
+ALIASES = {
+    "multiply": (lambda m, x, y: torch.multiply(x, y), torch.mul),
+    "subtract": (lambda m, x, y: torch.subtract(x, y), torch.sub),
+    "divide": (lambda m, x, y: torch.divide(x, y), torch.div),
+    "true_divide": (lambda m, x, y: torch.true_divide(x, y), torch.div),
+    "clip": (lambda m, x, y: torch.clip(x, -1.0, 1.0), torch.clamp),
+    "mm": (lambda m, x, y: torch.mm(x[0], y[0].mT), torch.matmul),
+    "concat": (lambda m, x, y: torch.concat((x, y)), torch.cat),
+    "swapaxes": (lambda m, x, y: torch.swapaxes(x, 0, 1), torch.transpose),
+    "swapdims": (lambda m, x, y: torch.swapdims(x, 0, 1), torch.transpose),
+    "bitwise_not": (lambda m, x, y: torch.bitwise_not(x > y), torch.logical_not),
+}
+
+
+@pytest.mark.parametrize(("call", "target"), ALIASES.values(), ids=ALIASES)
+def test_aliases_of_a_function_have_one_form(call, target) -> None:
+    assert target in targets(canonical(call, *torch.randn(2, 3, LENGTH, 8)))
+
+
 def test_an_index_of_several_nones_is_an_unsqueeze_for_each() -> None:
     for index in (
         lambda x: x[None, None],

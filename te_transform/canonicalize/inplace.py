@@ -12,10 +12,7 @@ from torch import fx
 
 from te_transform.graph import edit, nodes, ops
 
-# composites that may return their argument or a view of it, without an aten schema that declares it
-_MAY_ALIAS = frozenset(
-    ("getitem", "getattr", "float", "double", "half", "bfloat16", "type", "type_as", "dropout", "setitem")
-)
+_MAY_ALIAS = ("type_as", "dropout")  # they may return their argument, which their aten schemas do not declare
 _OPERATIONS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
 Storage = dict[fx.Node, frozenset[fx.Node]]
 # in-place arithmetic, as operator and as method, and the same with a new result
