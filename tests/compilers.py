@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 import pytest
-from functorch.compile import make_boxed_func
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch import Tag, Tensor, fx
 from torch._functorch.aot_autograd import aot_module_simplified
 from torch._inductor.decomposition import decompositions
@@ -67,5 +67,5 @@ def trace(
     # predict (attention's on a CPU, with a mask that learns) raises for the original too.
     return aot_module_simplified(
         graph, arguments, decompositions=decompositions,
-        fw_compiler=forward, bw_compiler=backward,
+        fw_compiler=forward, bw_compiler=backward, partition_fn=min_cut_rematerialization_partition,
     )  # fmt: skip

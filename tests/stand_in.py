@@ -336,7 +336,12 @@ class Run(torch.autograd.Function):
         with torch.enable_grad():
             own = [None if t is None else t.detach().requires_grad_(t.requires_grad) for t in ctx.tensors]
             wanted = [t for t in own if t is not None and t.requires_grad]
-            found = iter(torch.autograd.grad(ctx.run(*own), wanted, grads))
+            outs = ctx.run(*own)
+            outs = outs if isinstance(outs, tuple) else (outs,)
+            # the norm that a module returns has no gradient if its input and its scale are frozen
+            trained = [(out, g) for out, g in zip(outs, grads, strict=True) if out.requires_grad]
+            outs, grads = zip(*trained, strict=True)
+            found = iter(torch.autograd.grad(outs, wanted, grads))
         grads = [next(found) if t is not None and t.requires_grad else None for t in own]
         for place, (weight, is_weight) in enumerate(zip(ctx.tensors, ctx.weights, strict=True)):
             if ctx.adds and is_weight and grads[place] is not None:
