@@ -52,13 +52,13 @@ def refuse(linears: tuple[Operation, ...]) -> Iterator[str]:
 _KEPT = (*ops.ACTIVATION_OPS, ops.columns, torch.clamp)
 
 
-def group(linear: fx.Node) -> fx.Node | bool:
+def group(linear: fx.Node) -> fx.Node | tuple[bool, bool]:
     """Return the key of the group that a linear can be merged with.
 
-    A merged linear computes gradients for all of its rows or for none. LoRA's linears therefore stay apart
-    from frozen linears, and gate and up of an MLP form a group.
+    A merged linear computes gradients for all of its rows or for none, and all of its outputs have a gradient
+    or none. LoRA's linears therefore stay apart from frozen linears, and gate and up of an MLP form a group.
     """
-    return gated_product(linear) or value(linear.args[1]).requires_grad
+    return gated_product(linear) or (value(linear.args[1]).requires_grad, value(linear).requires_grad)
 
 
 def gated_product(linear: fx.Node) -> fx.Node | None:

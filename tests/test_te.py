@@ -180,6 +180,20 @@ def test_a_backward_can_be_repeated(te: ModuleType, name: str) -> None:
     assert all(close(a, f, 2e-2) for a, f in zip(again, first, strict=True))
 
 
+@pytest.mark.parametrize("recipe", [None, "fp8-current"])
+@pytest.mark.parametrize("name", ["norm linear and its norm", "mlp and its norm"])
+def test_a_frozen_norm_has_no_gradient(te: ModuleType, name: str, recipe: str | None) -> None:
+    case = Case(te, **CASES[name])
+    for tensor in case.tensors[:2]:
+        tensor.requires_grad_(False)
+    with te.autocast(te.recipe_of(recipe) if recipe else None, enabled=recipe is not None):
+        out, normed = case.op(X, *case.tensors)
+    assert (out.requires_grad, normed.requires_grad) == (True, False)
+    wanted, _ = case.plain(X, *case.tensors)
+    found, plainly = (torch.autograd.grad(y.float().sum(), case.tensors[2:]) for y in (out, wanted))
+    assert all(close(f, p, 0.1) for f, p in zip(found, plainly, strict=True))
+
+
 @pytest.mark.parametrize("trained", [(), (0,), (2,), (4,), (2, 4)])
 def test_an_rms_norm_whose_input_needs_no_gradient(te: ModuleType, trained: tuple[int, ...]) -> None:
     case = Case(te, **CASES["gated mlp"])

@@ -127,6 +127,13 @@ class Adapted(nn.Module):
         return (q + self.q(x)) * self.k(x) + v + self.v(x)
 
 
+def test_a_frozen_sibling_of_a_trained_bias_has_no_gradient() -> None:
+    model = seeded(written(lambda m, x: (m.q(x), m.k(x)), q=linear(), k=linear())).requires_grad_(False)
+    model.k.bias.requires_grad_()
+    q, k = te_transform.convert(model, X)(X)
+    assert (q.requires_grad, k.requires_grad) == (False, True)
+
+
 def test_trained_and_frozen_siblings_are_not_joined() -> None:
     """A merged linear would have the gradients of all."""
     converted = te_transform.convert(seeded(Adapted), X)

@@ -178,7 +178,7 @@ class _TEProduct(MatrixProduct):
 
         plain_tensors = (None if tensor is None else exact(tensor) for tensor in tensors)
         plainly = partial(self.plain, plain.product)
-        return self._watched(differentiable_twice(run, plainly, (x, *plain_tensors)), tensors)
+        return self._watched(differentiable_twice(run, plainly, (x, *plain_tensors)), x, tensors)
 
     def _in_fp8(
         self, kernel: Kernel, x: Tensor, tensors: Sequence[Tensor | None], gradients: GradientSums | None
@@ -190,7 +190,7 @@ class _TEProduct(MatrixProduct):
             return differentiable_once(kernel.run(x, given, gradients is not None, kernel.keeps), _ONCE)
 
         out = with_full_rows(run, x, multiple(FP8GlobalStateManager.get_fp8_recipe()))
-        return self._watched(out, tensors)
+        return self._watched(out, x, tensors)
 
     def _kernel_arguments(
         self,
@@ -221,10 +221,13 @@ class _TEProduct(MatrixProduct):
             found[index] = weight
         return found
 
-    def _watched(self, out: Out, tensors: Sequence[Tensor | None]) -> Out:
+    def _watched(self, out: Out, x: Tensor, tensors: Sequence[Tensor | None]) -> Out:
+        """Return a kernel's output, and the norm's output without a gradient if the norm has none."""
         first, *others = out if isinstance(out, tuple) else (out,)
         for weight in self._weights(tensors):
             first = watched(first, weight)
+        if not _needs_gradient(x, *tensors[: self.PRODUCTS[0] - 1]):  # autograd marks all outputs of a kernel
+            others = [norm.detach() if norm.requires_grad else norm for norm in others]
         return (first, *others) if others else first
 
     def _kernel(self, weights: Sequence[Tensor], bias: bool) -> Kernel:
