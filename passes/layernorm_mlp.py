@@ -14,6 +14,8 @@ from te_transform.graph.pointwise import Pointwise, leads_elsewhere
 from te_transform.passes import layernorm_linear
 from te_transform.plan.rule import Operation, Rule
 
+_RELU_SPELLINGS = {"clamp", "clamp_min", "ge", "gt", "max", "maximum", "mul", "threshold", "where"}
+_NO_KERNEL = "no kernel supports others"
 _SLOPED = tuple(getattr(ops, op) for op in SLOPES)
 
 
@@ -121,7 +123,8 @@ def _of_functions(backend, fc1: Operation, fc2: Operation, functions: tuple[str,
     others = [name for name in functions if name not in ("cast", "mul", *known)]
     if others:
         alone = {*functions} <= {others[0], "mul"}
-        yield from _unknown(others[0] if alone else f"made of {', '.join(functions)}", known)
+        remedy = "call F.relu if it computes max(x, 0)" if {*functions} <= _RELU_SPELLINGS else _NO_KERNEL
+        yield from _unknown(others[0] if alone else f"made of {', '.join(functions)}", known, remedy)
     if "cast" in functions:
         yield (
             "the activation is computed in another dtype than the first linear, but LayerNormMLP uses one "
@@ -155,11 +158,8 @@ def _is_multiple(node: fx.Node) -> bool:
     )
 
 
-def _unknown(activation: str, known: Iterable[str]) -> Iterator[str]:
-    yield (
-        f"the activation is {activation}, but LayerNormMLP has only {', '.join(sorted(known))}: no kernel "
-        "supports others"
-    )
+def _unknown(activation: str, known: Iterable[str], remedy: str = _NO_KERNEL) -> Iterator[str]:
+    yield f"the activation is {activation}, but LayerNormMLP has only {', '.join(sorted(known))}: {remedy}"
 
 
 def _of_shapes(fc1: Operation, fc2: Operation, dropout: Operation | None) -> Iterator[str]:

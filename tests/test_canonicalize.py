@@ -371,6 +371,11 @@ def _by_hand(x: Tensor, eps: float = 1e-6) -> Tensor:
     return _centered(x) * torch.rsqrt(x.var(-1, keepdim=True, unbiased=False) + eps)
 
 
+def _by_var_mean(m, x):
+    variance, mean = torch.var_mean(x, dim=-1, correction=0, keepdim=True)
+    return m.w * (x - mean) * torch.rsqrt(variance + 1e-6) + m.b
+
+
 def _cohere(m, x):
     dtype, x = x.dtype, x.to(torch.float32)
     mean = x.mean(-1, keepdim=True)
@@ -380,6 +385,7 @@ def _cohere(m, x):
 
 WRITTEN_LAYER_NORMS = {
     "cohere": (_cohere, None),
+    "torch.var_mean": (_by_var_mean, "b"),
     "variance": (lambda m, x: m.w * _by_hand(x) + m.b, "b"),
     "torch.var": (
         lambda m, x: m.w * _centered(x) / (torch.var(x, -1, correction=0, keepdim=True) + 1e-6).sqrt(),
@@ -408,6 +414,7 @@ NOT_LAYER_NORMS = {
     "unbiased": lambda m, x: m.w * _centered(x) * torch.rsqrt(x.var(-1, keepdim=True) + 1e-6),
     "another mean": lambda m, x: m.w * (x - x.mean(-2, True)) * torch.rsqrt(x.var(-1, False, True) + 1e-6),
     "not centered": lambda m, x: m.w * x * torch.rsqrt(x.var(-1, False, True) + 1e-6),
+    "of all numbers": lambda m, x: m.w * (x - (pair := torch.var_mean(x))[1]) * torch.rsqrt(pair[0] + 1e-6),
     "in fp64": lambda m, x: F.layer_norm(x.double(), (HIDDEN,), m.w.double(), m.b.double()).to(x.dtype),
 }
 
@@ -444,6 +451,9 @@ GELUS = {
     "F.gelu": lambda m, x: F.gelu(x),
     "esm": lambda m, x: x * 0.5 * (1.0 + torch.erf(x / math.sqrt(2.0))),
     "bert": lambda m, x: 0.5 * (x * (torch.erf(x * 0.7071067811865475) + 1)),
+    "erfc": lambda m, x: 0.5 * x * torch.erfc(-x / math.sqrt(2)),
+    "erfc of a negative multiple": lambda m, x: x * 0.5 * torch.special.erfc(x * -math.sqrt(0.5)),
+    "ndtr": lambda m, x: x * torch.special.ndtr(x),
 }
 OTHERS = {
     "quick_gelu": [lambda m, x: x * torch.sigmoid(1.702 * x), lambda m, x: (x * 1.702).sigmoid() * x],
@@ -451,6 +461,7 @@ OTHERS = {
         lambda m, x: F.silu(x),
         lambda m, x: x * x.sigmoid(),
         lambda m, x: F.sigmoid(x) * x,
+        lambda m, x: x * torch.special.expit(x),
         lambda m, x: x / (1 + torch.exp(-x)),
         lambda m, x: x * (1 / (1 + (-x).exp())),
     ],
@@ -473,7 +484,7 @@ SPELLINGS |= {(word, str(i)): s for word, spellings in OTHERS.items() for i, s i
 def test_activation(word: str, spelling) -> None:
     graph = canonical(spelling, torch.randn(2, 5, HIDDEN))
     assert op_counts(graph) == {word: 1}
-    assert not targets(graph) & {torch.mul, torch.tanh, torch.erf}
+    assert not targets(graph) & {torch.mul, torch.tanh, torch.erf, torch.erfc}
 
 
 NOT_ACTIVATIONS = {
@@ -485,6 +496,8 @@ NOT_ACTIVATIONS = {
     "the input": lambda m, x: 0.5 * (x + 1) * (1.0 + torch.erf(x / math.sqrt(2))),
     "another denominator": lambda m, x: x / (2 + torch.exp(-x)),
     "the sign of the exponent": lambda m, x: x / (1 + torch.exp(x)),
+    "the sign of erfc": lambda m, x: 0.5 * x * torch.erfc(x / math.sqrt(2)),
+    "the input of ndtr": lambda m, x: x * torch.special.ndtr(2 * x),
     "not over root two": lambda m, x: 0.5 * x * (1.0 + torch.erf(x / 1.5)),
 }
 

@@ -42,7 +42,18 @@ def _one_plus(value: Pattern) -> Call:
     return Call(torch.add, value, 1, commute=True)
 
 
-_ERF = Call(torch.erf, OneOf(Call(torch.div, X, Near(math.sqrt(2))), _times(X, Near(math.sqrt(0.5)))))
+def _over_root_two(value: Pattern, sign: int = 1) -> OneOf:
+    return OneOf(
+        Call(torch.div, value, Near(sign * math.sqrt(2))), _times(value, Near(sign * math.sqrt(0.5)))
+    )
+
+
+_ERF = Call(torch.erf, _over_root_two(X))
+_ERFC = Call(
+    torch.erfc,
+    OneOf(_over_root_two(X, -1), _over_root_two(Call(torch.neg, X)), Call(torch.neg, _over_root_two(X))),
+)
+_PHI = Call(torch.special.ndtr, X)
 _CUBE = OneOf(_times(Near(0.044715), Call(torch.pow, X, 3)), _times(Near(0.044715), X, X, X))
 _SQUARE = OneOf(_times(Near(0.044715), Call(torch.pow, X, 2)), _times(Near(0.044715), X, X))
 _TANH = Call(
@@ -70,7 +81,7 @@ def _half(value: Pattern) -> Pattern:
 
 
 ACTIVATION_SPELLINGS = (
-    Spelling(_half(_one_plus(_ERF)), _op(ops.gelu)),
+    Spelling(OneOf(_half(OneOf(_one_plus(_ERF), _ERFC)), _times(X, _PHI)), _op(ops.gelu)),
     Spelling(_half(_one_plus(_TANH)), _op(ops.gelu_tanh)),
     Spelling(_times(X, Call(ops.sigmoid, _times(X, Near(1.702)))), _op(ops.quick_gelu)),
     Spelling(_SILU, _op(ops.silu)),

@@ -31,12 +31,25 @@ def spell(graph: fx.Graph, stay: Collection[fx.Node]) -> None:
 
 
 def spell_pieces(graph: fx.Graph) -> None:
-    """Rewrite the pieces of a split, a chunk or rows of the last dimension as columns."""
+    """Rewrite the pieces of a split, a chunk or rows of the last dimension as columns.
+
+    Rewrite the pieces of var_mean as var and mean.
+    """
     for node in graph.nodes:
         if node.target is operator.getitem and nodes.is_tensor_node(node):
-            call = columns_of_split(node) or columns_of_rows(node)
+            call = columns_of_split(node) or columns_of_rows(node) or _of_var_mean(node)
             if call is not None:
                 edit.set_target(node, *call)
+
+
+def _of_var_mean(part: fx.Node) -> tuple | None:
+    pair, index = part.args
+    if (
+        pair.target is not torch.var_mean or len(pair.args) < 4
+    ):  # of all dimensions, or with a correction of 2
+        return None
+    x, dim, _, keepdim = pair.args
+    return (torch.mean, (x, dim, keepdim)) if index % 2 else (torch.var, pair.args)
 
 
 def spell_indices(graph: fx.Graph) -> None:
@@ -90,7 +103,7 @@ def _signature(spelling: Callable) -> inspect.Signature:
 @cache
 def _functions() -> dict[Any, str]:
     """Return the torch and Python functions in the table, with their names in the table."""
-    homes = (torch, F, torch._C._nn, torch._C._linalg, operator, torch.Tensor)
+    homes = (torch, F, torch._C._nn, torch._C._linalg, torch._C._special, operator, torch.Tensor)
     found: dict[Any, str] = {}
     for name in (*SPELLINGS, *MOVES):
         for home in homes:
@@ -112,4 +125,4 @@ def _method_names() -> dict[str, str]:
 
 
 def _spellings_of(name: str) -> tuple[str, ...]:
-    return name, f"{name}_", f"__{name}__", f"i{name}", f"__i{name}__"
+    return name, f"{name}_", f"__{name}__", f"i{name}", f"__i{name}__", f"special_{name}"

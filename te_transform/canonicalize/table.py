@@ -130,6 +130,13 @@ def _variance(
     return torch.var, (x, back(x, dim), unbiased, keepdim)
 
 
+def _var_mean(
+    x: fx.Node, dim: Any, unbiased: Any = None, keepdim: bool = False, *, correction: Any = None
+) -> tuple | None:
+    call = _variance(x, dim, unbiased, keepdim, correction=correction)
+    return call and (torch.var_mean, call[1])
+
+
 def _where(condition: Any, x: Any = None, y: Any = None) -> tuple | None:
     return None if x is None or y is None else (torch.where, (condition, x, y))
 
@@ -235,7 +242,9 @@ def _comparison(function: Callable) -> Callable:
 _ACTIVATIONS = (
     F.celu, F.elu, F.hardsigmoid, F.hardswish, F.leaky_relu, F.mish, F.relu6, F.selu,
 )  # fmt: skip
-_UNARY = ("neg", "sqrt", "rsqrt", "square", "reciprocal", "tanh", "erf", "exp", "cos", "sin", "logical_not")
+_UNARY = (
+    "neg", "sqrt", "rsqrt", "square", "reciprocal", "tanh", "erf", "erfc", "exp", "cos", "sin", "logical_not",
+)  # fmt: skip
 _COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
 
 # name -> function from the arguments of a call to the canonical call, or None to leave the call unchanged
@@ -269,6 +278,7 @@ SPELLINGS: dict[str, Callable[..., tuple | None]] = {
     "softmax": _plain_softmax,
     "log_softmax": _log_softmax,
     "var": _variance,
+    "var_mean": _var_mean,
     "norm": _vector_norm,
     "linalg_norm": lambda A, ord=None, dim=None, keepdim=False: _vector_norm(A, ord, dim, keepdim),
     "linalg_vector_norm": lambda x, ord=2, dim=None, keepdim=False: _vector_norm(x, ord, dim, keepdim),
@@ -315,6 +325,8 @@ SPELLINGS: dict[str, Callable[..., tuple | None]] = {
     "gelu": _gelu,
     "glu": lambda input, dim=-1: (F.glu, (input, back(input, dim))),
     "sigmoid": _unary(ops.sigmoid),
+    "expit": _unary(ops.sigmoid),
+    "ndtr": _unary(torch.special.ndtr),
     "silu": _unary(ops.silu),
     "relu": _unary(ops.relu),
     "layer_norm": lambda input, normalized_shape, weight=None, bias=None, eps=1e-5: (

@@ -34,7 +34,8 @@ class Pointwise(Pattern):
 
     def match(self, value: Any, so_far: Match, misses: Misses) -> Iterator[Match]:
         nodes, source = _computed(value)
-        names = tuple(dict.fromkeys(called(node) for node in reversed(nodes) if not may_be_view(node)))
+        computing = [node for node in reversed(nodes) if not (may_be_view(node) or _is_made(node))]
+        names = tuple(dict.fromkeys(map(called, computing)))
         here = so_far.bind(self.role, names) if any(map(_bends, nodes)) else None
         if source is None or here is None:
             note(misses, so_far, value, self)
@@ -58,7 +59,15 @@ def _computed(root: Any) -> tuple[list[fx.Node], fx.Node | None]:
 
 
 def _is_passed(node: fx.Node) -> bool:
-    return is_pointwise(node) or may_be_view(node)
+    return is_pointwise(node) or may_be_view(node) or _is_made(node)
+
+
+def _is_made(node: fx.Node) -> bool:
+    """Return True if a call makes a tensor that depends on sizes alone, such as the zeros of a maximum."""
+    if node.op not in ("call_function", "call_method"):
+        return False
+    is_like = called(node).endswith("_like") or called(node).startswith("new_")
+    return is_like or not any(map(is_tensor_node, node.all_input_nodes))
 
 
 def leads_elsewhere(node: fx.Node, end: fx.Node) -> bool:
@@ -84,7 +93,7 @@ def _is_tagged(name: str) -> bool:
 
 def _bends(node: fx.Node) -> bool:
     """Return True if the node is more than a view, a cast, a dropout or a multiple, as LoRA has."""
-    if may_be_view(node) or node.target in (ops.cast, ops.dropout, torch.neg):
+    if may_be_view(node) or _is_made(node) or node.target in (ops.cast, ops.dropout, torch.neg):
         return False
     tensors = sum(is_tensor_node(argument) for argument in node.args)
     return node.target not in (torch.mul, torch.div) or tensors > 1

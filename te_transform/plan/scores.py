@@ -53,7 +53,12 @@ def obstacles(softmax: fx.Node) -> Iterator[str]:
 
 
 def _reasons(path: list[fx.Node]) -> Iterator[str]:
-    unusual = [node for node in path if node.target not in PLAIN]
+    if any(_multiplies_several(node) for node in path):
+        yield (
+            "the attention multiplies several tensors in one einsum, but fused attention needs products of "
+            "two tensors: write one einsum for each product"
+        )
+    unusual = [node for node in path if node.target not in PLAIN and not _multiplies_several(node)]
     computing = [node for node in unusual if node.target not in _MOVES]
     others = list(dict.fromkeys(map(called, computing or unusual)))
     if others:
@@ -124,12 +129,21 @@ def towards(
         last: True if paths lead towards the end of the graph.
         where: Return True for the nodes of a path.
     """
-    found = reached(following(start), lambda node: () if node.target in PRODUCTS else following(node), where)
+    found = reached(following(start), lambda node: () if _is_product(node) else following(node), where)
     leading: set[fx.Node] = set()
     for node in sorted(found, reverse=last):
-        if node.target in PRODUCTS or leading.intersection(following(node)):
+        if _is_product(node) or leading.intersection(following(node)):
             leading.add(node)
     return sorted(leading)
+
+
+def _is_product(node: fx.Node) -> bool:
+    return node.target in PRODUCTS or _multiplies_several(node)
+
+
+def _multiplies_several(node: fx.Node) -> bool:
+    """Return True for an einsum of more than two tensors."""
+    return node.target is torch.einsum and len(node.all_input_nodes) > 2
 
 
 def _may_be_scores(node: fx.Node) -> bool:

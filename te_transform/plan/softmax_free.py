@@ -15,8 +15,8 @@ from te_transform.plan.scores import ENDS, PLAIN, towards
 
 LAST_PRODUCTS = (*PRODUCTS, torch.einsum)
 # exp() is the start of a softmax that is written out, and that is none if the sum of its row has a term more
-_IN_PLACE_OF_SOFTMAX = {*ops.ACTIVATION_OPS, torch.exp}
-_POINTWISE = {*PLAIN, torch.sub, *_IN_PLACE_OF_SOFTMAX} - {*PRODUCTS, torch.softmax}
+_IN_PLACE_OF_SOFTMAX = {*ops.ACTIVATION_OPS, torch.exp, torch.clamp, torch.maximum}
+_POINTWISE = {*PLAIN, torch.sub, F.normalize, *_IN_PLACE_OF_SOFTMAX} - {*PRODUCTS, torch.softmax}
 _FEATURE_MAPS = {F.elu, ops.relu, ops.squared_relu, torch.softmax}
 _AROUND_FEATURES = {*_POINTWISE, torch.permute, torch.transpose} - _FEATURE_MAPS
 

@@ -371,6 +371,23 @@ def linear_attention_by_einsum(model, q, k, v):
     return torch.einsum("bhld,bhdm,bhl->bhlm", q, torch.einsum("bhld,bhlm->bhdm", k, v), sums)
 
 
+def by_normalized_relu(model, q, k, v):
+    return F.normalize(scores(q, k).relu(), p=1, dim=-1) @ v
+
+
+def by_normalized_maximum(model, q, k, v):
+    grown = torch.maximum(scores(q, k), torch.zeros(()))
+    return grown / (grown.sum(-1, keepdim=True) + 1e-6) @ v
+
+
+def with_einsum_of_three(model, q, k, v):
+    return torch.einsum("bhij,bhjd,gh->bgid", scores(q, k).softmax(-1), v, model.heads.weight)
+
+
+SEVERAL = (
+    "the attention multiplies several tensors in one einsum, but fused attention needs products of two "
+    "tensors: write one einsum for each product"
+)
 INSTEAD = (
     "the attention has {} in place of the softmax, but fused attention needs a softmax over the keys: pass "
     "compile=True, which joins the operations between the products"
@@ -387,6 +404,9 @@ OTHER_ATTENTION = {
     "talking heads by einsum": (with_talking_einsums, BETWEEN.format("linear")),
     "a softmax with one more term": (softmax_plus_one, INSTEAD.format("exp")),
     "a softmax that is divided last": (divided_after_the_product, INSTEAD.format("exp")),
+    "relu that is normalized": (by_normalized_relu, INSTEAD.format("relu")),
+    "a maximum that is normalized": (by_normalized_maximum, INSTEAD.format("maximum")),
+    "an einsum of three tensors": (with_einsum_of_three, SEVERAL),
     "linear attention": (linear_attention, LINEAR.format("elu")),
     "linear attention by einsum": (linear_attention_by_einsum, LINEAR.format("relu")),
 }

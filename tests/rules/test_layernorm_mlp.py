@@ -265,6 +265,23 @@ def test_an_activation_that_no_kernel_has_is_named(name: str) -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("act", "called"),
+    [
+        (lambda x: torch.maximum(x, torch.zeros_like(x)), "maximum"),
+        (lambda x: torch.max(x, torch.tensor(0.0)), "max"),
+        (lambda x: x.clamp(min=0), "clamp"),
+        (lambda x: torch.where(x > 0, x, x.new_zeros(())), "made of gt, where"),
+    ],
+)
+def test_a_relu_that_is_written_out_is_to_be_called_by_name(act: Act, called: str) -> None:
+    """A ReLU by a maximum or a clamp has another gradient at 0."""
+    assert reasons(fused(mlp(act)), "layernorm_mlp") == {
+        f"the activation is {called}, but LayerNormMLP has only gelu, gelu_tanh, quick_gelu, relu, silu, "
+        "squared_relu: call F.relu if it computes max(x, 0)"
+    }
+
+
 def beside(act: Act) -> Make:
     """Attention and an MLP that read one norm; its first linear is merged with q, k and v."""
 
