@@ -15,8 +15,13 @@ from te_transform.graph.nodes import called, is_model_tensor, is_tensor_node, ma
 from te_transform.graph.pattern import Match, Misses, Pattern, note
 
 _POINTWISE_OPS = (*ops.ACTIVATION_OPS, ops.cast, ops.dropout)
-# Compositions of pointwise functions, which PyTorch does not tag as pointwise.
-_OF_SEVERAL_OPS = frozenset({"hardswish", "logsigmoid", "log_sigmoid", "prelu", "softsign", "tanhshrink"})
+# Pointwise functions that PyTorch does not tag as pointwise, leaky_relu up to PyTorch 2.11.
+_UNTAGGED = frozenset(
+    {
+        "hardswish", "leaky_relu", "logsigmoid", "log_sigmoid", "prelu", "softsign", "special_ndtr",
+        "tanhshrink",
+    }
+)  # fmt: skip
 
 
 class Pointwise(Pattern):
@@ -88,7 +93,7 @@ def _is_tagged(name: str) -> bool:
     """Return True if PyTorch tags the operator of this name as pointwise."""
     packet = getattr(torch.ops.aten, name, None)
     overloads = () if packet is None else (getattr(packet, overload) for overload in packet.overloads())
-    return name in _OF_SEVERAL_OPS or any(torch.Tag.pointwise in overload.tags for overload in overloads)
+    return name in _UNTAGGED or any(torch.Tag.pointwise in overload.tags for overload in overloads)
 
 
 def _bends(node: fx.Node) -> bool:

@@ -249,6 +249,7 @@ NAMED = {  # an activation that no kernel has, and what it is called
     "a leaky relu by position": (lambda x: F.leaky_relu(x, 0.1, True), "leaky_relu"),
     "nn.PReLU": (nn.PReLU(), "prelu"),
     "no activation by name": (torch.sin, "sin"),
+    "a probability": (lambda x: x * torch.special.ndtr(2 * x), "special_ndtr"),
     "written out": (lambda x: F.softplus(x).tanh() * x, "made of softplus, tanh, mul"),
     "two in a row": (lambda x: F.gelu(x).clamp(-1, 1), "made of gelu, clamp"),
 }
