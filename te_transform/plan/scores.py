@@ -43,7 +43,8 @@ def obstacles(softmax: fx.Node) -> Iterator[str]:
     behind = towards(softmax, users_of, True, _may_be_scores)
     if not before or not behind:
         return
-    reasons = [*_reasons([*before, softmax, *behind])]
+    path = [*before, softmax, *behind]
+    reasons = [*_einsums(path), *_reasons(path)]
     yield from reasons
     if not reasons:
         yield (
@@ -52,12 +53,15 @@ def obstacles(softmax: fx.Node) -> Iterator[str]:
         )
 
 
-def _reasons(path: list[fx.Node]) -> Iterator[str]:
-    if any(_multiplies_several(node) for node in path):
+def _einsums(path: list[fx.Node]) -> Iterator[str]:
+    if any(map(_multiplies_several, path)):
         yield (
             "the attention multiplies several tensors in one einsum, but fused attention needs products of "
             "two tensors: write one einsum for each product"
         )
+
+
+def _reasons(path: list[fx.Node]) -> Iterator[str]:
     unusual = [node for node in path if node.target not in PLAIN and not _multiplies_several(node)]
     computing = [node for node in unusual if node.target not in _MOVES]
     others = list(dict.fromkeys(map(called, computing or unusual)))
