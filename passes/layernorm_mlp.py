@@ -15,7 +15,6 @@ from te_transform.passes import layernorm_linear
 from te_transform.plan.rule import Operation, Rule
 
 _RELU_SPELLINGS = {"clamp", "clamp_min", "ge", "gt", "max", "maximum", "mul", "threshold", "where"}
-_NO_KERNEL = "no kernel supports others"
 _SLOPED = tuple(getattr(ops, op) for op in SLOPES)
 
 
@@ -123,8 +122,8 @@ def _of_functions(backend, fc1: Operation, fc2: Operation, functions: tuple[str,
     others = [name for name in functions if name not in ("cast", "mul", *known)]
     if others:
         alone = {*functions} <= {others[0], "mul"}
-        remedy = "call F.relu if it computes max(x, 0)" if {*functions} <= _RELU_SPELLINGS else _NO_KERNEL
-        yield from _unknown(others[0] if alone else f"made of {', '.join(functions)}", known, remedy)
+        may_be_relu = {*functions} <= _RELU_SPELLINGS
+        yield from _unknown(others[0] if alone else f"made of {', '.join(functions)}", known, may_be_relu)
     if "cast" in functions:
         yield (
             "the activation is computed in another dtype than the first linear, but LayerNormMLP uses one "
@@ -158,8 +157,15 @@ def _is_multiple(node: fx.Node) -> bool:
     )
 
 
-def _unknown(activation: str, known: Iterable[str], remedy: str = _NO_KERNEL) -> Iterator[str]:
-    yield f"the activation is {activation}, but LayerNormMLP has only {', '.join(sorted(known))}: {remedy}"
+def _unknown(activation: str, known: Iterable[str], may_be_relu: bool = False) -> Iterator[str]:
+    names = ", ".join(sorted(known))
+    if may_be_relu:
+        yield (
+            f"the activation is {activation}, but LayerNormMLP has only {names}: call F.relu if it computes "
+            "max(x, 0)"
+        )
+    else:
+        yield f"the activation is {activation}, but LayerNormMLP has only {names}: no kernel supports others"
 
 
 def _of_shapes(fc1: Operation, fc2: Operation, dropout: Operation | None) -> Iterator[str]:
