@@ -44,9 +44,7 @@ def spell_pieces(graph: fx.Graph) -> None:
 
 def _of_var_mean(part: fx.Node) -> tuple | None:
     pair, index = part.args
-    if (
-        pair.target is not torch.var_mean or len(pair.args) < 4
-    ):  # of all dimensions, or with a correction of 2
+    if pair.target is not torch.var_mean or len(pair.args) < 4:  # not rewritten: a correction of 2, say
         return None
     x, dim, _, keepdim = pair.args
     return (torch.mean, (x, dim, keepdim)) if index % 2 else (torch.var, pair.args)
