@@ -338,8 +338,8 @@ def _by_position(model: nn.Module, batch: int, length: int, most: int, like: tor
 def _error_of(model: nn.Module, inputs: Inputs) -> str | None:
     """Return the type and first line of the model's error on these inputs, or None if it succeeds."""
     if any(parameter.is_meta for parameter in model.parameters()):  # a forward may read values
-        error = _id_error(model, inputs)
-        return None if error is None else in_a_line(error)
+        error = _id_error(model, inputs)  # invent() finds a length for ids out of range
+        return None if error is None or isinstance(error, IndexError) else in_a_line(error)
     args, kwargs = _on_its_device(model, inputs).clone()
     try:
         with warnings.catch_warnings(action="ignore"), preserved(model), torch.no_grad():
