@@ -148,6 +148,7 @@ def write_to_logits(model: nn.Module, x: Tensor) -> Any:
     return 1e3 * loss
 
 
+@pytest.mark.xfail(strict=True, reason="inductor saves logits that it returns, see docs/limits.md")
 def test_logits_may_be_written_before_the_backward() -> None:
     pair = Pair.of(words(), graphs=True, compile=True, backend="te")
     agree_in_training(pair)
