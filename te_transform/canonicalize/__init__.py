@@ -18,7 +18,6 @@ from te_transform.canonicalize.inplace import (
     must_stay,
     put_by_index,
     read_results,
-    storage_of,
     written,
 )
 from te_transform.canonicalize.linears import BIASES, FLATTENED, LINEARS, TURNED
@@ -70,11 +69,10 @@ def canonicalize(graph: fx.Graph, forms: Sequence[Forms] = ()) -> fx.Graph:
         each.prepare(graph)
     read_sizes_early(graph)
     canonical = edit.copy_graph(graph)
-    for node in written(canonical):  # including writes that the copy will replace by a new value
-        node.meta["written"] = True
+    for node, last in written(canonical).items():  # also writes that the copy will replace by a new value
+        node.meta["written"] = last
     cuts = barriers(canonical)
     edit.number_regions(canonical, lambda node: node in cuts or nodes.changes_state(node))
-    _note_last_writes(canonical)
     spell(canonical, must_stay(canonical))
     spell_indices(canonical)
     spell_pieces(canonical)
@@ -96,12 +94,3 @@ def canonicalize(graph: fx.Graph, forms: Sequence[Forms] = ()) -> fx.Graph:
     put_gates_first(canonical)
     drop_noise(canonical)
     return canonical
-
-
-def _note_last_writes(graph: fx.Graph) -> None:
-    """Set `last_write` of each written node to the region of the last in-place write to its memory."""
-    writes, storage = [node for node in graph.nodes if nodes.writes(node)], storage_of(graph)
-    for node in graph.nodes:
-        regions = [abs(write.meta["region"]) for write in writes if storage[write] & storage[node]]
-        if regions:
-            node.meta["last_write"] = max(regions)

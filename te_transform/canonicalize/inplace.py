@@ -122,14 +122,15 @@ def barriers(graph: fx.Graph) -> set[fx.Node]:
     return {node for node in writes if _is_seen(node, storage) or _is_read_before(node, storage)}
 
 
-def written(graph: fx.Graph) -> set[fx.Node]:
-    """Return the nodes that may share memory with the target of an in-place write in the graph."""
+def written(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+    """Return the nodes that may share memory with the target of an in-place write, each with the last one."""
     writes = [node for node in graph.nodes if nodes.writes(node)]
     if not writes:
-        return set()
+        return {}
     storage = storage_of(graph)
-    owners = frozenset().union(*(storage[node] for node in writes))
-    return {node for node in graph.nodes if storage[node] & owners}
+    last = {owner: write for write in writes for owner in storage[write]}
+    found = {node: last.keys() & storage[node] for node in graph.nodes}
+    return {node: max(last[owner] for owner in owners) for node, owners in found.items() if owners}
 
 
 def target_of(write: fx.Node) -> fx.Node | None:

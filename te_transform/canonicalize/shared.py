@@ -55,7 +55,7 @@ def _share(graph: fx.Graph, nodes: set[fx.Node], may_share: Callable[[list[fx.No
     kept = written(graph)
     shared: dict[tuple, fx.Node] = {}
     for node in list(graph.nodes):
-        if node not in nodes or not kept.isdisjoint((node, *node.all_input_nodes)):
+        if node not in nodes or not kept.keys().isdisjoint((node, *node.all_input_nodes)):
             continue
         first = shared.setdefault((node.target, str(node.args), node.meta["region"]), node)
         if first is not node and may_share([*first.users, *node.users]):

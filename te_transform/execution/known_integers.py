@@ -33,8 +33,8 @@ _READ_ATTRIBUTES = {"device", "dtype", "is_nested", "layout", "ndim", "requires_
 class KnownIntegers(UntilGraph):
     """A mode that also computes integers on the CPU, and answers the user's questions about them there.
 
-    It knows integers and booleans that were made from numbers, until they are written to. A function that is
-    not listed above may give away the memory of its arguments, and ends all knowledge.
+    It knows integers and booleans that were made from numbers, until they are written to. It forgets all of
+    them once one is given to a function that is not listed above, which may pass on its memory.
     """
 
     def __init__(self) -> None:

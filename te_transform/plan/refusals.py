@@ -187,7 +187,8 @@ def _written_later(match: Match) -> Iterator[str]:
     inputs = reached(read, lambda node: () if "origin" in node.meta else node.all_input_nodes)
     floats = [node for node in inputs if is_tensor_node(node) and value(node).is_floating_point()]
     is_recorded = any(value(node).requires_grad for node in floats)
-    last = max((node.meta.get("last_write", 0) for node in floats), default=0)
+    writes = [node.meta["written"] for node in floats if "written" in node.meta]
+    last = max((abs(write.meta["region"]) for write in writes), default=0)
     if torch.is_grad_enabled() and is_recorded and last > abs(match.root.meta["region"]):
         yield (
             "an input of these operations is written in place after them, but the fused module keeps it for "
