@@ -51,8 +51,8 @@ def trace(
     """Return what AOTAutograd traces, uncompiled."""
 
     def forward(graph: fx.GraphModule, _: Any) -> Any:
-        # inductor's outputs lie in other tensors' memory without being views to autograd
-        return make_boxed_func(lambda *given: tree_map_only(Tensor, Tensor.detach, graph(*given)))
+        # inductor's outputs lie in other tensors' memory without being views to autograd, or sharing versions
+        return make_boxed_func(lambda *given: tree_map_only(Tensor, lambda out: out.data, graph(*given)))
 
     def backward(graph: fx.GraphModule, _: Any) -> Any:
         # dropouts whose results the forward keeps are here too, unused: they would draw random numbers

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import te_transform
 from te_transform.execution import classes, specializations
-from tests.attacks import Attends, Block, Pair
+from tests.attacks import Attends, Block, Pair, with_input_gradient
 from tests.compilers import Compiler
 from tests.conversions import ALL, EVERYWHERE, error, gradients, logged, run
 from tests.executors.helpers import notes
@@ -228,6 +228,24 @@ def test_a_second_derivative_is_an_error() -> None:
     (grad,) = torch.autograd.grad(pair.converted(x).square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="double backward"):
         grad.sum().backward()
+
+
+@pytest.mark.usefixtures("compilations")
+@pytest.mark.parametrize("written", ["input", "output"])
+def test_a_write_to_saved_memory_raises_in_the_backward(written: str) -> None:
+    class Exponential(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x).exp()
+
+    pair = compiled_pair(Exponential)
+    pair.agree(with_input_gradient)
+    x = pair.x.clone()
+    tensors = {"input": x, "output": pair.converted(x)}
+    with torch.no_grad():
+        tensors[written].mul_(2)
+    with pytest.raises(RuntimeError, match=r"write in place to a tensor of shape \(2, 5, \d+\)"):
+        tensors["output"].sum().backward()
+    pair.agree(with_input_gradient)
 
 
 def test_torch_compile_with_the_backend_compiles(compilations: Compiler) -> None:

@@ -29,6 +29,7 @@ from te_transform.execution.partition import in_pieces
 from te_transform.execution.pieces import Piece
 from te_transform.execution.specializations import Specializations
 from te_transform.execution.specialize import Precomputed, Specialized
+from te_transform.execution.version_checked import VersionChecked
 from te_transform.graph.errors import in_a_line
 from te_transform.graph.marks import marked
 from te_transform.graph.nodes import replaced_function
@@ -122,7 +123,10 @@ def compiled(
     log.info(doing)
     try:
         mode = list_mode_options("default" if options.compile is True else options.compile)
-        compile = partial(compile_fx, config_patches=mode)
+
+        def compile(graph: fx.GraphModule, arguments: Sequence[Any]) -> Callable[..., Any]:
+            return VersionChecked(compile_fx(graph, arguments, config_patches=mode))
+
         with status(doing), _tracing():
             if options.compile not in IN_CUDA_GRAPHS:  # in these, each piece would be a CUDA graph of its own
                 run = in_layers(graph, arguments, compile, tell, bucket, record)
