@@ -139,9 +139,33 @@ def test_the_head_runs_beside_pieces_under_ddp(
     assert not any("a graph" in note for note in te_transform.report(pair.converted).notes)
 
 
-def test_a_write_to_logits_that_the_backward_reads_raises() -> None:
+class HeadAlone(Words):
+    """A model whose first operation is the head, as the graph around blocks that FSDP2 shards."""
+
+    def forward(self, x: Tensor) -> Any:
+        logits = self.logits(x)
+        return F.cross_entropy(logits.flatten(0, 1), LABELS[: len(x)].flatten()), logits, x
+
+
+@pytest.mark.parametrize("kind", [Words, HeadAlone])
+def test_compiled_logits_beside_a_loss_have_no_gradient_of_zeros(
+    kind: type[Words], compilations: Compiler
+) -> None:
+    pair = Pair.of(words(kind), compile=True, backend="te")
+    for _ in range(2):
+        pair.agree(loss_of)
+    *_, (head, _) = compilations
+    assert torch.detach in [node.target for node in head.graph.nodes]
+    assert len(compilations) == (1 if kind is HeadAlone else 2)
+    for of in (loss_and_logits, logits_alone, loss_of):
+        pair.agree(of)
+    assert len(compilations) == (2 if kind is HeadAlone else 3)  # the head, with a gradient of its logits
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_a_write_to_logits_that_the_backward_reads_raises(graphs: bool) -> None:
     """The compiler saves the logits for the gradient of the loss, beside which it returns them."""
-    pair = Pair.of(words(), graphs=True, compile=True, backend="te")
+    pair = Pair.of(words(), graphs=graphs, compile=True, backend="te")
     agree_in_training(pair)
     loss, logits, _ = pair.converted(X)
     logits.mul_(2)

@@ -94,6 +94,10 @@ class Head:
             if self.logits is not None:  # another backward may have
                 self.run = self.logits = None
 
+    def in_high_precision(self) -> fx.GraphModule:
+        """Return the operations of the head without FP8. To repeat them in FP8 would change their scales."""
+        return edit.without_keyword(self.module, "state")
+
     def _compiled(self, given: list[Any]) -> Callable[..., Sequence[Any]]:
         with compile_lock:
             if self.run is None:  # another thread may have
@@ -148,7 +152,7 @@ class _Logits(torch.autograd.Function):
         given = [next(saved) if each is None else each for each in ctx.others]
         ctx.head.compile_with_gradient()
         with torch.enable_grad(), torch.autocast(**ctx.autocast):
-            outputs, views = call_on_views(ctx.head.module.forward, given, ctx.trained)
+            outputs, views = call_on_views(ctx.head.in_high_precision().forward, given, ctx.trained)
         found = gradients_of([outputs[ctx.index]], views, [grad], create_graph=recorded)
         return None, None, None, None, None, *found
 
@@ -164,14 +168,17 @@ def _beside_a_loss(outputs: Sequence[fx.Node], reads: Sequence[fx.Node]) -> int 
     return large[0] if apart and len(large) == 1 and len(trained) > 1 and large[0] in trained else None
 
 
-def head_of(graph: fx.GraphModule, compile: CompileHead | None) -> Head | None:
+def head_of(graph: fx.GraphModule, compile: CompileHead | None, *, recorded: bool) -> Head | None:
     """Return the head of a graph in the current grad mode, or None if no head may run last.
 
     Args:
         graph: of operations and fused ops.
         compile: compiles the readers of the logits, see Head; None allows only heads without readers.
+        recorded: True if the other operations run as a CUDA graph. Such a graph must not return memory of an
+            argument. Its head is not trained in FP8, because TE updates its scales in the backward of the
+            first module of a step, which would be the head.
     """
-    heads = [node for node in graph.graph.nodes if _is_head(graph, node)]
+    heads = [node for node in graph.graph.nodes if _is_head(graph, node, recorded)]
     if not heads:
         return None
     reads = [*dict.fromkeys(head.args[0] for head in heads)]
@@ -179,7 +186,7 @@ def head_of(graph: fx.GraphModule, compile: CompileHead | None) -> Head | None:
     if nodes is None or any(map(is_random, nodes)):
         return None
     given = set(storages(node for node in graph.graph.nodes if node.op == "placeholder"))
-    if given.intersection(storages(reads)):  # a graph must not return memory of an argument
+    if recorded and given.intersection(storages(reads)):
         return None
     # The head runs last, so no later operation may write or change the mode.
     if any(node >= nodes[0] and (writes(node) or changes_state(node)) for node in graph.graph.nodes):
@@ -203,23 +210,29 @@ def _work(graph: fx.GraphModule, head: fx.Node) -> int:
     return numel_of(head.args[0]) // shape_of(head.args[1])[1] * sum(map(numel_of, weights))
 
 
-def _is_head(graph: fx.GraphModule, node: fx.Node) -> bool:
+def _is_head(graph: fx.GraphModule, node: fx.Node, recorded: bool) -> bool:
     """Return True if the node is a linear with many columns, and the last reader of a parameter."""
-    module = graph.get_submodule(node.target) if node.op == "call_module" else None
-    if node.target is not torch._C._nn.linear and not isinstance(module, plain.Linear):
-        return False
-    # TE updates its scales in the backward of the first module of a step. Next to a CUDA graph, this module
-    # would be the head, whose backward runs before all others.
-    if module is not None and torch.is_grad_enabled():
-        return False
-    x, weight = node.args[:2]
-    if node.kwargs or x.op == "placeholder" or not is_model_tensor(weight):
+    weight = _head_weight(graph, node, recorded)
+    if weight is None or not is_model_tensor(weight):
         return False
     outs, ins = shape_of(weight)
     if outs < max(MIN_COLUMNS, 2 * ins):
         return False
     later = _all_readers([node]) - {node}
     return not any(is_model_tensor(read) for each in later for read in each.all_input_nodes)
+
+
+def _head_weight(graph: fx.GraphModule, node: fx.Node, recorded: bool) -> fx.Node | None:
+    """Return the weight of a linear, which may be fused with the norm before it; None for other nodes."""
+    if node.op != "call_module":
+        return node.args[1] if node.target is torch._C._nn.linear and not node.kwargs else None
+    if recorded and torch.is_grad_enabled():
+        return None
+    module = graph.get_submodule(node.target)
+    if isinstance(module, plain.Linear):
+        return node.args[1]
+    after_norm = isinstance(module, plain.LayerNormLinear) and not isinstance(module, plain.LayerNormMLP)
+    return node.args[module.PRODUCTS[0]] if after_norm and not module.returns_norm else None
 
 
 def _all_readers(nodes: Iterable[fx.Node]) -> set[fx.Node]:

@@ -135,12 +135,13 @@ def layer_runs(graph: fx.Graph) -> Runs:
             runs += [(rest, None)] * bool(rest)
             runs.append((ends[node][1], (node.args[1], node)))
             rest = []
-        elif node not in taken and _computes(node):
+        elif node not in taken and computes(node):
             rest.append(node)
     return runs + [(rest, None)] * bool(rest)
 
 
-def _computes(node: fx.Node) -> bool:
+def computes(node: fx.Node) -> bool:
+    """Return True if the node is an operation, not an argument, the output or a mark."""
     return node.op not in ("placeholder", "output") and not is_mark(node)
 
 

@@ -7,7 +7,7 @@ logits beside a loss, would change gradients without an error.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -26,14 +26,15 @@ class VersionChecked:
 
     Args:
         run: the compiled function. Each call with a backward saves the same tensors.
+        own: the indices of arguments that only this library writes to, such as scales.
 
     Attributes:
         watched: the indices, among arguments and outputs, of tensors in saved memory whose versions autograd
             does not compare; None before the first call with a backward.
     """
 
-    def __init__(self, run: Callable[..., Sequence[Any]]):
-        self.run = run
+    def __init__(self, run: Callable[..., Sequence[Any]], own: Collection[int]):
+        self.run, self.own = run, own
         self.watched: Sequence[int] | None = None
 
     def __call__(self, *arguments: Any) -> Sequence[Any]:
@@ -49,7 +50,8 @@ class VersionChecked:
         if (node := _compiled_backward_of(outputs)) is not None:
             tensors = (*arguments, *outputs)
             if self.watched is None:
-                self.watched = _watched_among(tensors, node.saved_tensors)
+                found = _watched_among(tensors, node.saved_tensors)
+                self.watched = tuple(index for index in found if index not in self.own)
             if self.watched:
                 versions = [_VersionThen(tensors[index]) for index in self.watched]
                 node.register_prehook(partial(_check_versions, versions))
@@ -83,17 +85,15 @@ def _compiled_backward_of(outputs: Iterable[Any]) -> Any:
     return node
 
 
-def _watched_among(tensors: Sequence[Any], saved: Iterable[Tensor | None]) -> tuple[int, ...]:
-    """Return the indices of tensors in the memory of saved tensors that do not share their versions."""
+def _watched_among(tensors: Sequence[Any], saved: Iterable[Tensor | None]) -> Iterator[int]:
+    """Yield the indices of tensors in the memory of saved tensors that do not share their versions."""
     extents = [(each, *_extent(each)) for each in saved if each is not None and each.numel()]
-    found = []
     for index, tensor in enumerate(tensors):
         if isinstance(tensor, Tensor) and not is_traceable_wrapper_subclass(tensor) and tensor.numel():
             start, end = _extent(tensor)
             inside = [each for each, first, last in extents if first < end and start < last]
             if inside and not any(_share_a_version(tensor, each) for each in inside):
-                found.append(index)
-    return tuple(found)
+                yield index
 
 
 def _extent(tensor: Tensor) -> tuple[int, int]:

@@ -461,6 +461,15 @@ def without(gm: fx.GraphModule, nodes: Sequence[fx.Node], outputs: Sequence[fx.N
     return module_of(gm, graph)
 
 
+def without_keyword(gm: fx.GraphModule, name: str) -> fx.GraphModule:
+    """Return a copy of a module whose calls of submodules do not have this keyword."""
+    graph, _ = copy_by_name(gm.graph)
+    for node in graph.nodes:
+        if node.op == "call_module":
+            node.kwargs = {key: held for key, held in node.kwargs.items() if key != name}
+    return module_of(gm, graph)
+
+
 def passed_through(gm: fx.GraphModule, index: int, function: Callable, *rest: Any) -> fx.GraphModule:
     """Return a copy of a module in which output number `index` is replaced by function(output, *rest)."""
     graph, _ = copy_by_name(gm.graph)

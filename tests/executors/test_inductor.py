@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._inductor import list_mode_options
+from torch.autograd.function import BackwardCFunction
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import te_transform
@@ -219,6 +220,24 @@ def test_arguments_may_share_memory_in_some_calls(compilations: Compiler) -> Non
     assert not torch.equal(found["output 0"], found["output 1"])
     assert not torch.equal(found["output 3"], found["output 4"])
     assert compilations
+
+
+@pytest.mark.usefixtures("compilations")
+def test_values_do_not_keep_a_joint_projection_in_memory() -> None:
+    """The backward needs the rotated queries and keys, and the values: 1 / 3 of the projection or less."""
+    case = ALL["phi3"]
+    model, inputs = case.build(num_hidden_layers=1), case.sample()
+    converted = te_transform.convert(model, inputs, verify=False, compile=True)
+    output = converted(**inputs).logits
+    node = output.grad_fn
+    while not isinstance(node, BackwardCFunction):
+        node = node.next_functions[0][0]
+    projection = converted.model.layers[0].self_attn.qkv_proj
+    whole = inputs["input_ids"].numel() * projection.out_features * output.element_size()
+    saved = [tensor.untyped_storage().nbytes() for tensor in node.saved_tensors if tensor is not None]
+    assert whole not in saved
+    actual, expected = (gradients(each, inputs) for each in (converted, model))
+    assert error([*actual.values()], [*expected.values()]) < EVERYWHERE
 
 
 @pytest.mark.usefixtures("compilations")

@@ -9,11 +9,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import te_transform
 from te_transform.backends.fp8.products import Scaling
 from te_transform.backends.fp8.registry import state_of
+from te_transform.execution import lm_head
 from tests.attacks import Attends, Block
 from tests.compilers import Compiler
 from tests.conversions import ALL, gradients, run
@@ -342,6 +344,49 @@ def test_a_reentrant_checkpoint_repeats_a_compiled_forward_in_fp8() -> None:
         x = X.clone().requires_grad_()
         torch.utils.checkpoint.checkpoint(model, x, use_reentrant=True).double().square().sum().backward()
     assert not any((of_gradients[::2] == 1).any() for of_gradients in scales(model)[1::2])
+
+
+class WithHead(nn.Module):
+    """A norm, a head and a loss behind a block."""
+
+    def __init__(self):
+        super().__init__()
+        self.block, self.norm, self.head = Block(), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4112, bias=False)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.head(self.norm(self.block(x)))
+        return F.cross_entropy(logits.float().flatten(0, 1), torch.arange(32, device=x.device)), logits
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_logits_of_a_head_in_fp8_get_a_gradient_if_they_need_one(
+    recipe: str, compilations: Compiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside a loss they get no gradient of zeros, for which the head is compiled by itself."""
+
+    def of_loss(model: nn.Module, inputs: Inputs) -> list[Tensor]:
+        return stepped(model, model(**inputs)[0])
+
+    def of_both(model: nn.Module, inputs: Inputs) -> list[Tensor]:
+        loss, logits = model(**inputs)
+        return stepped(model, loss + logits.double().square().mean())
+
+    def stepped(model: nn.Module, loss: Tensor) -> list[Tensor]:
+        model.zero_grad()
+        loss.backward()
+        return [loss.detach(), *(parameter.grad for parameter in model.parameters())]
+
+    monkeypatch.setattr(lm_head, "COPIED", 0)
+    pair = of_module(WithHead, recipe=te_transform.PrecisionPlan(recipe, {"head": "fp8"}))
+    for _ in range(3):  # the scales of delayed scaling follow the calls
+        pair.hold(of_loss)
+    *_, (head, _) = compilations
+    assert any(node.op == "call_module" for node in head.graph.nodes)
+    assert len(compilations) == 2
+    for act in (of_both, of_both, of_loss):
+        pair.hold(act)
+    assert len(compilations) == 3
+    assert not pair.notes
 
 
 def test_fp8_only_weights_run_uncompiled(compilations: Compiler) -> None:

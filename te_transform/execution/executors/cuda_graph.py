@@ -159,7 +159,8 @@ class CudaGraph:
     ) -> Callable[..., Any] | None:
         graph = lowered.with_known(known)
         compile = partial(compiled, options=self.options, tell=self.tell) if self.options.compile else None
-        head = head_of(graph, compile)  # runs outside of the recording, so its outputs need no copy
+        # the head runs outside of the recording, so its outputs need no copy
+        head = head_of(graph, compile, recorded=True)
         graph = graph if head is None else head.rest
         given = [*arguments, *known.tensors]
         record = self._recorder(graph, known, arguments)

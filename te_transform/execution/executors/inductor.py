@@ -24,9 +24,9 @@ from te_transform.execution.call_context import CallContext
 from te_transform.execution.console import status
 from te_transform.execution.executors.fused import Fused
 from te_transform.execution.graph_version import GraphVersion
-from te_transform.execution.lm_head import head_of, with_head
+from te_transform.execution.lm_head import CompileHead, Head, head_of, with_head
 from te_transform.execution.partition import in_pieces
-from te_transform.execution.pieces import Piece
+from te_transform.execution.pieces import Piece, computes
 from te_transform.execution.specializations import Specializations
 from te_transform.execution.specialize import Precomputed, Specialized
 from te_transform.execution.version_checked import VersionChecked
@@ -83,10 +83,18 @@ class Inductor:
     ) -> Callable[..., Any] | None:
         graph = lowered.with_known(known)
         compile = partial(compiled, options=self.options, tell=self.tell)
-        head = None if bucket is None else head_of(graph, compile)  # the head's gradient is reduced first
+        head = self._head_apart(graph, compile, bucket)
         graph = graph if head is None else head.rest
-        run = compile(graph, [*arguments, *known.tensors], bucket)
+        has_operations = any(map(computes, graph.graph.nodes))
+        run = compile(graph, [*arguments, *known.tensors], bucket) if has_operations else graph.forward
         return None if run is None else with_head(run, head)
+
+    def _head_apart(self, graph: fx.GraphModule, compile: CompileHead, bucket: int | None) -> Head | None:
+        """Return the head if it is compiled by itself: under DDP, or with logits beside a loss."""
+        head = head_of(graph, compile, recorded=False)
+        if head is None or bucket is not None:
+            return head
+        return None if head.logits is None or self.options.in_cuda_graphs else head
 
 
 def compiled(
@@ -125,7 +133,9 @@ def compiled(
         mode = list_mode_options("default" if options.compile is True else options.compile)
 
         def compile(graph: fx.GraphModule, arguments: Sequence[Any]) -> Callable[..., Any]:
-            return VersionChecked(compile_fx(graph, arguments, config_patches=mode))
+            read = [node for node in graph.graph.nodes if node.op == "placeholder"]
+            precomputed = {index for index, node in enumerate(read) if "example_value" not in node.meta}
+            return VersionChecked(compile_fx(graph, arguments, config_patches=mode), precomputed)
 
         with status(doing), _tracing():
             if options.compile not in IN_CUDA_GRAPHS:  # in these, each piece would be a CUDA graph of its own
