@@ -88,6 +88,16 @@ def test_what_is_not_known_is_asked_of_the_device(change: Callable[[Tensor], Ten
             bool(found.sum())
 
 
+def test_a_known_tensor_can_be_swapped() -> None:
+    with KnownIntegers() as mode:
+        known, other = torch.arange(6, **META), torch.empty(6, dtype=torch.long, **META)
+        torch.utils.swap_tensors(known, other)  # which refuses tensors with weak references
+        for swapped in (known, other):
+            with pytest.raises(RuntimeError, match="meta"):
+                bool(swapped.sum())
+    assert not mode.known
+
+
 def test_only_plain_calls_on_a_gpu_are_watched() -> None:
     def is_watched(x: Tensor) -> bool:
         return isinstance(known_integers([3, x]), KnownIntegers)

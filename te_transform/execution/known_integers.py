@@ -7,14 +7,13 @@ done. Then the GPU waits for the CPU, which is not ahead for the first blocks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, MutableMapping
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import _get_current_function_mode
-from torch.utils.weak import WeakIdKeyDictionary
 
 from te_transform.backends.tracing import traced
 from te_transform.execution.modes import UntilGraph, is_dispatch_mode_on
@@ -35,11 +34,19 @@ class KnownIntegers(UntilGraph):
 
     It knows integers and booleans that were made from numbers, until they are written to. It forgets all of
     them once one is given to a function that is not listed above, which may pass on its memory.
+
+    Attributes:
+        known: the copy of each known tensor, and the contents that were copied. The tensors stay alive until
+            the first block: torch.utils.swap_tensors() refuses tensors with weak references.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.known: MutableMapping[Tensor, tuple[Tensor, int]] = WeakIdKeyDictionary()  # copies, versions
+        self.known: dict[Tensor, tuple[Tensor, tuple[int, int]]] = {}
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self.known.clear()
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
@@ -69,7 +76,7 @@ class KnownIntegers(UntilGraph):
         """Return `out`, and note its copy, computed by `func`, if it has few integers or booleans."""
         is_exact = type(out) is Tensor and not (out.is_floating_point() or out.is_complex())
         if is_exact and is_on_gpu(out) and not out.is_inference() and out.numel() <= MAX_ELEMENTS:
-            self.known[out] = func(*args, **kwargs), out._version
+            self.known[out] = func(*args, **kwargs), _contents(out)
         return out
 
     def _knows_any(self, given: Iterable[Any]) -> bool:
@@ -85,14 +92,19 @@ class KnownIntegers(UntilGraph):
         """Return a value with the copies of its tensors.
 
         Raises:
-            KeyError: a tensor is not known, or was written to.
+            KeyError: a tensor is not known, or has other contents.
         """
         if isinstance(given, Tensor):
-            copy, version = self.known[given]
-            if given._version != version:
+            copy, contents = self.known[given]
+            if _contents(given) != contents:
                 raise KeyError
             return copy
         return type(given)(map(self._copied, given)) if type(given) in (list, tuple) else given
+
+
+def _contents(tensor: Tensor) -> tuple[int, int]:
+    """Return what changes if a tensor is written to, or swapped with another one."""
+    return tensor._cdata, tensor._version
 
 
 def _only_reads(func: Callable[..., Any], name: str) -> bool:

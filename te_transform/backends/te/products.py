@@ -156,13 +156,12 @@ class _TEProduct(MatrixProduct):
         if not is_delayed(recipe):
             return True
         kernel.notice_other_recipe()
-        if are_new and is_evaluating() and not recorded():
-            kernel.fit(recipe, weights)
         kernel.take_saved()
-        if not kernel.seen.knows(trained):
-            return False
-        kernel.give_scales(recipe, trained)
-        return True
+        if kernel.seen.knows(trained):
+            kernel.give_scales(recipe, trained)
+        if are_new and is_evaluating() and not recorded():
+            kernel.fit(recipe, weights)  # the scales may be those of weights before these
+        return kernel.seen.knows(trained)
 
     def _in_its_dtype(
         self, kernel: Kernel, x: Tensor, tensors: Sequence[Tensor | None], gradients: GradientSums | None
