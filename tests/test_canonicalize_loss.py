@@ -3,7 +3,10 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 
+import te_transform
 from te_transform.graph import ops
 from te_transform.graph.nodes import shape_of
 from tests.captures import BOUND, canonical, op_counts, targets, the
@@ -87,3 +90,34 @@ def test_a_custom_function_is_an_activation_if_its_gradient_is_one() -> None:
     for function, found in ((_Gelu, {"gelu_tanh": 1}), (_Straight, {})):
         graph = canonical(lambda m, x, f=function: f.apply(x * m.w), x, w=torch.randn(WIDTH))
         assert op_counts(graph) == found
+
+
+class _Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 32), nn.Linear(32, WIDTH)
+
+    def forward(self, x):
+        return x + self.down(_Gelu.apply(self.up(x)))
+
+
+class _Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([_Block(), _Block()])
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.training else block(x)
+        return x
+
+
+def test_a_custom_function_is_recognized_within_a_checkpoint() -> None:
+    """The checkpoint does not count the tensors that the comparison of gradients saves."""
+    x, model = torch.randn(2, 5, WIDTH), _Blocks()
+    converted = te_transform.convert(model.eval(), x, verify=False)
+    for each in (model, converted):
+        each.train()(x).square().sum().backward()
+    assert not [note for note in te_transform.report(converted).notes if "CheckpointError" in note]
+    for own, other in zip(model.parameters(), converted.parameters(), strict=True):
+        torch.testing.assert_close(other.grad, own.grad)

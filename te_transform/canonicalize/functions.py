@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from te_transform.canonicalize import inplace
 from te_transform.graph import edit, ops
 from te_transform.graph.nodes import is_tensor_node
+from te_transform.graph.preserve import hidden_from_checkpoints
 
 _APPLY = torch.ops.higher_order.autograd_function_apply
 _LARGE_INPUTS = torch.logspace(1, 4, 13, dtype=torch.float64, device="cpu")
@@ -59,7 +60,12 @@ def _first_activation(body: fx.Graph) -> Callable | None:
 
 def _is_gradient(op: Callable, forward: nn.Module, backward: nn.Module, samples: list) -> bool:
     """Return True if the backward computes the activation's gradient, for incoming gradients of any scale."""
-    with unset_fake_temporarily(), torch.inference_mode(False), torch.enable_grad():
+    with (
+        unset_fake_temporarily(),
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        hidden_from_checkpoints(),
+    ):
         x = _SAMPLE_INPUTS.clone().requires_grad_()
         (expected,) = torch.autograd.grad(op(x), x, _GRADIENTS)
         try:

@@ -15,6 +15,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, _tensor_str, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from te_transform.graph.bits import same_bits
 from te_transform.graph.state_snapshot import Noted, is_plain
@@ -135,6 +136,15 @@ _SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
     (torch.is_grad_enabled, torch.set_grad_enabled),
 )
 """Functions that read and write the settings of the process that a forward may change."""
+
+
+def hidden_from_checkpoints() -> contextlib.AbstractContextManager[None]:
+    """Return a context whose saved tensors a checkpoint around it does not count.
+
+    The hooks detach: a node that returned its own result would form a reference cycle with it, which is never
+    freed.
+    """
+    return saved_tensors_hooks(Tensor.detach, lambda tensor: tensor)
 
 
 @contextlib.contextmanager

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import is_fake
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import _disable_current_modes
 
 from te_transform.execution.captured_graph import CapturedGraph
@@ -21,7 +20,7 @@ from te_transform.execution.lower import lower, reference
 from te_transform.graph.errors import in_full
 from te_transform.graph.inputs import Inputs
 from te_transform.graph.nodes import is_parameter, name_in_model, path_of, value
-from te_transform.graph.preserve import same_random
+from te_transform.graph.preserve import hidden_from_checkpoints, same_random
 from te_transform.graph.structure import structure
 from te_transform.plan.match import Plan, Site
 from te_transform.plan.rule import Deviation
@@ -129,11 +128,8 @@ class _Pair:
 
         A failure is the largest error relative to the allowed one, or the exception that the site raised.
         """
-        # These hooks hide saved tensors from a checkpoint, which counts them. They detach, because returning
-        # a node's own result would create a reference cycle of result and node, which is never freed.
-        unseen = saved_tensors_hooks(Tensor.detach, lambda tensor: tensor)
         try:
-            with torch.enable_grad(), unseen:  # torch.func.grad() does not support hooks
+            with torch.enable_grad(), hidden_from_checkpoints():  # torch.func.grad() does not support hooks
                 rows = judge(self._contenders(held), self._given(held), large=True)
         except Exception as error:  # any error rolls back only this site
             return f"on its recorded inputs it raised {in_full(error)}"
