@@ -85,6 +85,23 @@ def test_a_value_of_the_class_that_changes_is_captured_three_times() -> None:
     assert any("type(self).scale" in why for why in reasons)
 
 
+def test_two_values_that_change_by_turns_are_captured_five_times() -> None:
+    """Each call differs from the last one in one value, so graphs of three values of each are five."""
+
+    class Two(Tiny):
+        first = second = 1.0
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * self.first + self.second
+
+    run, graphs, reasons = captured(model := seeded(Two))
+    for call in range(12):
+        setattr(model, "first" if call % 2 else "second", 1.0 + call / 8)
+        assert torch.equal(run(X), model(X))
+    assert len(graphs) == 2 * MOST_CAPTURES - 1
+    assert "got more than 3 values" in reasons[0]
+
+
 @pytest.mark.parametrize(
     "grow", [list, tuple, lambda numbers: dict.fromkeys(numbers, 1.0)], ids=["list", "tuple", "dict"]
 )
@@ -126,7 +143,7 @@ def test_the_report_names_the_value_and_the_line() -> None:
     converted = te_transform.convert(model, X, inplace=True)
     for _ in range(CALLS):
         torch.testing.assert_close(converted(X), twin(X))
-    (note,) = (note for note in te_transform.report(converted).notes if "got a new one in each call" in note)
+    (note,) = (note for note in te_transform.report(converted).notes if "got more than 3 values" in note)
     assert "self.seen" in note
     assert "test_recompiles.py:" in note
 

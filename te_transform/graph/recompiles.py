@@ -157,8 +157,8 @@ class _FailedGuard:
     def sentence(self) -> str:
         subject, at = _as_in_forward(self.subject), f" ({self.line})" if self.line else ""
         return (
-            f"expected a constant value of {subject}, which the forward reads{at}, got a new one in "
-            "each call, which runs the user's own code; store it in a buffer"
+            f"expected a constant value of {subject}, which the forward reads{at}, got more than "
+            f"{MOST_CAPTURES} values, and further ones run the user's own code; store it in a buffer"
         )
 
 
