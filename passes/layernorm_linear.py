@@ -7,7 +7,7 @@ from torch import fx, nn
 
 from te_transform.graph.nodes import called
 from te_transform.graph.pattern import Linear, Norm, OneOf, Var
-from te_transform.graph.written_out import Normalized
+from te_transform.graph.written_out import Normalized, detaches_statistics
 from te_transform.plan.rule import Operation, Rule
 
 NORMALIZATION = {"layer_norm": "LayerNorm", "rms_norm": "RMSNorm"}
@@ -15,7 +15,12 @@ NORMALIZATION = {"layer_norm": "LayerNorm", "rms_norm": "RMSNorm"}
 
 def refuse(norm: Operation | None = None, normalized: fx.Node | None = None) -> Iterator[str]:
     """Yield why the op cannot compute a norm; ones and zeros replace a missing scale or bias."""
-    if norm is None:
+    if norm is None and detaches_statistics(normalized):
+        yield (
+            "the linear reads a norm whose statistics are detached, but LayerNormLinear computes their "
+            "gradient too: remove detach(), if you can retrain"
+        )
+    elif norm is None:
         yield (
             f"the linear reads a written-out norm that ends in {called(normalized)}, but LayerNormLinear "
             "needs LayerNorm or RMSNorm: call F.layer_norm or F.rms_norm with its scale and bias, if the "

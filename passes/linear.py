@@ -3,15 +3,49 @@
 from collections.abc import Iterator
 
 import torch
-from torch import nn
+from torch import fx, nn
 
-from te_transform.graph.pattern import Linear
+from te_transform.graph import ops
+from te_transform.graph.nodes import is_parameter, is_tensor_node, may_be_view, shape_of
+from te_transform.graph.pattern import Call, Linear, OneOf
 from te_transform.plan.rule import Operation, Rule
 
+_PRODUCTS = (torch.matmul, torch.bmm, torch.conv1d)
 
-def refuse(linear: Operation) -> Iterator[str]:
-    """Yield no reason: the op covers every linear."""
-    yield from ()
+
+def refuse(linear: Operation | None = None, product: fx.Node | None = None) -> Iterator[str | None]:
+    """Yield the reason for another product with a parameter, or None; the op covers every linear."""
+    if linear is None:
+        yield from [*_of_product(product)] or [None]
+
+
+def _of_product(product: fx.Node) -> Iterator[str]:
+    stored = [factor for factor in map(_stored_factor, product.args[:2]) if is_parameter(factor)]
+    if len(stored) != 1:
+        return
+    shape = [*shape_of(stored[0])]
+    if product.target is torch.conv1d:
+        if shape[1:] == [*shape_of(product.args[0])[-2:-1], 1]:
+            yield (
+                "the convolution has a kernel of one element, but the fused linear reads channels from the "
+                "last dimension: call F.linear on [..., length, channels] with weight.flatten(1)"
+            )
+    elif len(shape) > 2:
+        yield (
+            f"the product has a stack of matrices {shape}, one for each head or group, but the fused linear "
+            "has one matrix: no kernel supports several"
+        )
+    elif stored[0] is _stored_factor(product.args[0]):
+        yield (
+            "the product has its parameter on the left, but the fused linear needs it on the right: call "
+            "F.linear(x.mT, weight).mT"
+        )
+
+
+def _stored_factor(factor: fx.Node) -> fx.Node:
+    while is_tensor_node(factor) and (may_be_view(factor) or factor.target is ops.cast):
+        factor = factor.args[0]
+    return factor
 
 
 def build(backend, linear: Operation) -> nn.Module:
@@ -21,7 +55,7 @@ def build(backend, linear: Operation) -> nn.Module:
 
 RULE = Rule(
     name="linear",
-    pattern=Linear(),
+    pattern=OneOf(Linear(), Call(_PRODUCTS, role="product")),
     refuse=refuse,
     build=build,
     reads=("linear.x", "linear.weight", "linear.bias"),

@@ -111,10 +111,23 @@ def test_a_linear_says_that_its_weight_is_computed() -> None:
     assert weight.target is torch.mul
 
 
+@pytest.mark.parametrize("factors", [{"alpha": 2}, {"beta": 0.5, "alpha": 2.0}, {"beta": 0}, {"beta": 0.5}])
+def test_addmm_with_factors_is_a_linear_of_a_scaled_weight(factors: dict[str, float]) -> None:
+    parameters = {"w": torch.randn(HIDDEN, HIDDEN), "b": torch.randn(HIDDEN)}
+    graph = canonical(
+        lambda m, x: torch.addmm(m.b, x[0], m.w, **factors), torch.randn(2, 5, HIDDEN), **parameters
+    )
+    _, weight, bias = the(graph, ops.linear)
+    assert (weight.args[0].target is torch.mul) == ("alpha" in factors)
+    assert (bias is None) == (factors.get("beta") == 0)
+
+
 NOT_LINEARS = {
     "a product with a computed weight": lambda m, x: x @ (m.w * 2),
     "the weight is an input": lambda m, x: x @ x.mT,
-    "addmm scales": lambda m, x: torch.addmm(m.b, x[0], m.w, alpha=2),
+    "addmm of inputs scales": lambda m, x: torch.addmm(m.b, x[0], x[1].T @ x[0], alpha=2),
+    "a tensordot of inputs": lambda m, x: torch.tensordot(x, x, dims=([1], [1])),
+    "a tensordot of whole tensors": lambda m, x: torch.tensordot(x[0] @ x[1].T @ x[0], x[0]),
 }
 
 
@@ -756,6 +769,15 @@ def test_noise_goes() -> None:
 
     graph = canonical(noisy, torch.randn(2, 5))
     assert targets(graph) == {torch.t, torch.reshape}
+
+
+def test_transposes_that_cancel_are_noise() -> None:
+    x = torch.randn(2, 5, HIDDEN)
+    assert targets(canonical(lambda m, x: x.mT.permute(0, 2, 1).relu(), x)) == {ops.relu}
+    assert targets(canonical(lambda m, x: x[0].t().T.relu(), x)) == {operator.getitem, ops.relu}
+    assert torch.transpose in targets(canonical(lambda m, x: x.mT.transpose(0, 1).relu(), x))
+    written = canonical(lambda m, x: (y := x * 2).mT.mul_(3).mT.relu() + y, x)
+    assert targets(written) >= {"mul_"} or torch.transpose in targets(written)
 
 
 def test_an_empty_cache_and_a_whole_slice_are_noise() -> None:

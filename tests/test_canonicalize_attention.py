@@ -2,6 +2,7 @@
 
 import math
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -195,6 +196,83 @@ def test_a_finite_fill_keeps_its_uniform_rows_and_gradients(hidden: Tensor, fill
     weight = torch.randn_like(expected)
     gradients = [torch.autograd.grad((out * weight).sum(), leaves) for out in (actual, expected)]
     assert error(*gradients) <= BOUND
+
+
+def _emptied(m, q, k, v, hidden, fill):
+    """ESPnet's: a query that sees no key gets zeros."""
+    return scores(q, k).masked_fill(hidden, fill).softmax(-1).masked_fill(hidden, 0.0) @ v
+
+
+def _emptied_by_where(m, q, k, v, hidden, fill):
+    kept = ~hidden
+    weights = torch.where(kept, scores(q, k), fill).softmax(-1, dtype=torch.float32)
+    return torch.where(kept, weights, 0.0).to(v.dtype) @ v
+
+
+def _emptied_in_three(m, q, k, v, hidden, fill):
+    q, k, v = (t.reshape(BATCH * HEADS, LENGTH, WIDTH) for t in (q, k, v))
+    hidden = hidden.expand(BATCH, HEADS, LENGTH, LENGTH).reshape(BATCH * HEADS, LENGTH, LENGTH)
+    weights = torch.bmm(q, k.mT).masked_fill(hidden, fill).softmax(-1)
+    return torch.bmm(weights.masked_fill(hidden, 0), v)
+
+
+@pytest.mark.parametrize("fill", [-math.inf, -1e4])
+@pytest.mark.parametrize("hidden", [CAUSAL, FULL_ROW, PADDING | FULL_ROW])
+@pytest.mark.parametrize("written", [_emptied, _emptied_by_where, _emptied_in_three])
+@pytest.mark.usefixtures("sizes")
+def test_rows_that_hide_every_key_may_be_emptied(written, hidden: Tensor, fill: float) -> None:
+    function = partial(written, fill=fill)
+    (captured,) = capture(Model(function), (*QKV, hidden))
+    graph = canonicalize(captured.module.graph)
+    assert op_counts(graph) == {"sdpa": 1, "hidden_rows": 2, "kept": 1, "zero_hidden": 1}
+    leaves = [t.clone().requires_grad_() for t in QKV]
+    values = {id(given): leaf for given, leaf in zip(QKV, leaves, strict=True)}
+    expected = function(None, *leaves, hidden)
+    (actual,) = executable(captured, graph)(*(values.get(id(a), a) for a in captured.inputs))
+    weight = torch.randn_like(expected)
+    gradients = [torch.autograd.grad((out * weight).sum(), leaves) for out in (actual, expected)]
+    assert error([actual], [expected]) <= BOUND
+    assert error(*gradients) <= BOUND
+
+
+@pytest.mark.parametrize(
+    "weights",
+    {
+        "by another mask": lambda s, hidden: (
+            s.masked_fill(hidden, -1e9).softmax(-1).masked_fill(hidden.mT, 0)
+        ),
+        "by the opposite mask": lambda s, hidden: (
+            torch.where(hidden, s, -1e9).softmax(-1).masked_fill(hidden, 0)
+        ),
+        "without a fill": lambda s, hidden: s.softmax(-1).masked_fill(hidden, 0),
+        "with ones": lambda s, hidden: s.masked_fill(hidden, -1e9).softmax(-1).masked_fill(hidden, 1),
+        "by one of two masks": lambda s, hidden: (
+            s.masked_fill(hidden.mT, -1e9).masked_fill(hidden, -1e9).softmax(-1).masked_fill(hidden, 0)
+        ),
+        "after a bias": lambda s, hidden: (
+            (s + 1.5 * s.detach()[:1]).masked_fill(hidden, -1e9).softmax(-1).masked_fill(hidden, 0)
+        ),
+    }.items(),
+    ids=lambda item: item[0],
+)
+@pytest.mark.usefixtures("sizes")
+def test_other_fills_of_probabilities_are_no_attention(weights) -> None:
+    graph = canonical(lambda m, q, k, v, hidden: weights[1](scores(q, k), hidden) @ v, *QKV, CAUSAL)
+    assert ops.sdpa not in targets(graph)
+
+
+@pytest.mark.parametrize(
+    ("fill", "hidden"),
+    [(-math.inf, CAUSAL), *product((torch.finfo(torch.float32).min, -1e5), (CAUSAL, FULL_ROW))],
+)
+@pytest.mark.usefixtures("sizes")
+def test_scores_may_be_scaled_after_they_are_filled(hidden: Tensor, fill: float) -> None:
+    def function(m, q, k, v, hidden, over=4.0):
+        return (torch.where(hidden, fill, q @ k.mT) / over).softmax(-1) @ v
+
+    assert the(canonical(function, *QKV, hidden), ops.sdpa)[6] == 0.25
+    for over in (0.5, 100.0) if fill == -1e5 else (0.5,):  # the fill may overflow, or hides nothing
+        assert ops.sdpa not in targets(canonical(partial(function, over=over), *QKV, CAUSAL))
 
 
 def test_masks_that_are_added() -> None:

@@ -105,7 +105,13 @@ _OF_KEYS = OneOf(
     Call(ops.columns, _OF_ALL, 0, role="of_keys"), Call(operator.getitem, _OF_ALL, role="of_keys")
 )
 _WEIGHTS = _within(OneOf(_softmax_of(_scaled(_within(_MASKED), "masked")), _OF_KEYS))
-_DROPPED_WEIGHTS = OneOf(_within(Call(ops.dropout, _WEIGHTS, Var("dropout_p"), True)), _WEIGHTS)
+# The probabilities of hidden keys may be filled too, with zeros, which shows in rows that hide every key.
+_EMPTIED = OneOf(
+    Call(torch.masked_fill, _WEIGHTS, _tensor("hidden"), 0, role="emptied"),
+    Call(torch.where, _tensor("kept"), _WEIGHTS, 0, role="emptied"),
+)
+_FINAL_WEIGHTS = OneOf(_within(_EMPTIED), _WEIGHTS)
+_DROPPED_WEIGHTS = OneOf(_within(Call(ops.dropout, _FINAL_WEIGHTS, Var("dropout_p"), True)), _FINAL_WEIGHTS)
 _PRODUCT = Call(PRODUCTS, _DROPPED_WEIGHTS, _tensor("value"), role="product")
 # The keys' share of the probability, 1 - p(sink), may also be multiplied in after the product.
 _SHARE = Call(
@@ -122,7 +128,7 @@ def _fused_attention(graph: fx.Graph, match: Match) -> tuple[Callable, tuple] | 
     found, root = match.bound, match.root
     first, last = (match.nodes.index(found[name]) for name in ("product", "scores"))
     weights = match.nodes[first + 1 : last + 1]  # from the last product to the first
-    if not _is_attention(match, weights) or not _sums_the_same(found):
+    if not _is_attention(match, weights) or not _sums_the_same(found) or not _empties_the_hidden(found):
         return None
     lift = _Lift(graph, match, weights)
     if lift.merged is not None and not _dims_can_be_merged(found, lift.merged):
@@ -145,11 +151,15 @@ def _fused_attention(graph: fx.Graph, match: Match) -> tuple[Callable, tuple] | 
     how = (found.get("dropout_p", 0.0), False, _scale(found), grouped, wide_scores)
     rest = (sinks, *filled) if filled else () if sinks is None else (sinks,)
     arguments = (query, key, value, mask, *how, *rest)
-    if len(shape_of(root)) == 4:
+    if len(shape_of(root)) == 4 and "emptied" not in found:
         return ops.sdpa, arguments
     same_width = same_shape(shape_of(query)[-1:], shape_of(value)[-1:])
     core = lift.insert(ops.sdpa, arguments, like=query if same_width else None)
     core.meta["spelled"] = edit.spelled(match.nodes)
+    if "emptied" in found:
+        core = lift.insert(
+            torch.masked_fill, (core, lift.insert(ops.hidden_rows, (_hidden(lift, found),)), 0)
+        )
     return torch.reshape, (core, tuple(shape_of(root)))
 
 
@@ -184,6 +194,13 @@ def _sink_columns(
 ) -> Sequence[fx.Node]:
     """Return the weights with a column for the sink: the nodes following `after`, up to `until`."""
     return () if after is None else weights[weights.index(after) + 1 : weights.index(until) + 1]
+
+
+def _empties_the_hidden(found: dict[str, Any]) -> bool:
+    """Return True if probabilities are not filled, or filled with zeros by the only mask of the scores."""
+    others = {"bias", "later", "sinks", *_FIRST_FILL}
+    masks = found.keys() & {*_LAST_FILL[1:]}
+    return "emptied" not in found or ("fill" in found and len(masks) == 1 and found.keys().isdisjoint(others))
 
 
 def _sums_the_same(found: dict[str, Any]) -> bool:
@@ -327,9 +344,11 @@ def _query_and_mask(lift: _Lift, query: fx.Node, found: dict[str, Any]) -> tuple
     if "fill" in found:
         if "sinks" in found:  # a fully hidden row would give its whole probability to the sink
             return None
-        fill, least = _fill_value(found["fill"]), ABSORBS if "later" in found else HIDES
-        if factor != 1 or fill is None or not fill <= least or (hidden := _hidden(lift, found)) is None:
+        fill, least = _scaled_fill(found, factor), ABSORBS if "later" in found else HIDES
+        if fill is None or not fill <= least or (hidden := _hidden(lift, found)) is None:
             return None
+        if "emptied" in found:  # rows of -inf would be NaN before they are emptied
+            fill = max(fill, torch.finfo(torch.float32).min)
         if "later" in found:
             return _filled_and_added(lift, query, hidden, fill, bias, found)
         return _filled(lift, query, hidden, fill, bias)
@@ -377,6 +396,16 @@ def _filled_and_added(
     kept = later if bias is None else lift.insert(torch.add, (later, bias))
     mask = lift.insert(torch.where, (hidden, lift.insert(torch.add, (later, fill)), kept))
     return query, mask, None, hidden
+
+
+def _scaled_fill(found: dict[str, Any], factor: float) -> float | None:
+    """Return the number that scores have where they are filled, or None if it is unknown.
+
+    GPT-J scales scores after it fills them. A factor above 1 may overflow, and a mask would be scaled too.
+    """
+    fill, is_alone = _fill_value(found["fill"]), not found.keys() & {"bias", "later"}
+    is_scaled = factor == 1 or (is_alone and 0 < factor < 1)
+    return fill * factor if fill is not None and is_scaled else None
 
 
 def _fill_value(fill: Any) -> float | None:

@@ -23,7 +23,7 @@ _PARTS = (
 )  # fmt: skip
 
 
-def _is_parameter(rank: int) -> Callable[[Any], bool]:
+def is_model_weight(rank: int) -> Callable[[Any], bool]:
     """Return the condition that a value of this rank is a parameter, its transpose or a part of it."""
 
     def holds(value: Any) -> bool:
@@ -45,10 +45,8 @@ def _plain_linear(graph: fx.Graph, match: Match) -> tuple:
 
 
 def _matmul_as_linear(graph: fx.Graph, match: Match) -> tuple | None:
-    """Return the linear for x W + b: W is [in, out], and the bias must be one number per column."""
+    """Return the linear for x W + b: W is [in, out]. A bias in another shape gets a reason."""
     x, weight, bias = (match.bound.get(name) for name in ("x", "weight", "bias"))
-    if bias is not None and not same_shape(shape_of(bias), shape_of(weight)[1:]):
-        return None
     if weight.target is torch.t:
         return ops.linear, (x, weight.args[0], bias)
     turned = edit.insert(graph, match.nodes, torch.t, (weight,))
@@ -66,7 +64,8 @@ def _unflattened(graph: fx.Graph, match: Match) -> tuple | None:
     """Return the linear on the unflattened input, in the shape that the reshape after the linear restores."""
     root, linear, flat = match.nodes
     _, weight, bias = linear.args
-    if len(linear.users) > 1 or not same_shape(shape_of(root)[-1:], shape_of(linear)[-1:]):
+    is_matrix = bias is not None and len(shape_of(bias)) > 1  # a row for each row of the flattened input
+    if is_matrix or len(linear.users) > 1 or not same_shape(shape_of(root)[-1:], shape_of(linear)[-1:]):
         return None
     x, shape = match.bound["x"], (*shape_of(root)[:-1], shape_of(flat)[-1])
     if not same_shape(shape_of(x), shape):
@@ -117,12 +116,12 @@ def _ends_in_linears(user: fx.Node) -> bool:
 
 
 TURNS = (torch.transpose, torch.permute)
-_MATRIX, _VECTOR = Var("weight", _is_parameter(2)), Var("bias", _is_parameter(1))
+_MATRIX, _VECTOR = Var("weight", is_model_weight(2)), Var("bias", is_model_weight(1))
 _FLAT = Call(torch.reshape, X, Var("flat"))
 
 LINEARS = (
     Spelling(Call(F.linear, X, Var("weight", _is_matrix), Var("bias")), _plain_linear),
-    Spelling(Call(torch.addmm, _VECTOR, X, _MATRIX), _matmul_as_linear),
+    Spelling(Call(torch.addmm, Var("bias", is_tensor_node), X, _MATRIX), _matmul_as_linear),
     Spelling(Call(torch.matmul, X, _MATRIX), _matmul_as_linear),
 )
 BIASES = (

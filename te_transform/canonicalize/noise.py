@@ -107,6 +107,12 @@ def _only_part(parts: tuple, dim: int, node: fx.Node) -> fx.Node | None:
     return full[0] if len(full) == 1 and _same_dtype(full[0], node) else None
 
 
+def _turned_back(x: fx.Node, *dims: Any) -> fx.Node | None:
+    """Return the value whose dimensions two transposes swap and swap back."""
+    *dims, node = dims
+    return x.args[0] if x.target is node.target and [*x.args[1:]] == dims else None
+
+
 _ANY_LAYOUT = {
     torch.reshape, torch.transpose, torch.t, operator.getitem, torch.matmul, torch.bmm, F.linear
 }  # fmt: skip
@@ -122,6 +128,8 @@ _NOISE: dict[Any, Callable[..., fx.Node | None]] = {
     torch.Tensor.expand: _if(_is_broadcast_anyway),
     torch.Tensor.expand_as: _if(_is_broadcast_anyway),
     torch.reshape: _before_reshapes,
+    torch.transpose: _turned_back,
+    torch.t: _turned_back,
     torch.permute: _if(lambda x, dims, node: list(dims) == list(range(len(dims)))),
     torch.add: _operand_is(0),
     torch.sub: _operand_is(0),

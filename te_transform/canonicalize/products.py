@@ -1,14 +1,17 @@
-"""Rewrite other forms of matrix products: einsum of two tensors, and baddbmm, which also scales and adds."""
+"""Rewrite other forms of matrix products: einsum and tensordot of two tensors, and products that also add."""
 
 from __future__ import annotations
 
 import math
 import string
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import fx
 
+from te_transform.canonicalize.linears import is_model_weight
 from te_transform.canonicalize.moves import reshape_sizes
 from te_transform.canonicalize.table import permuted
 from te_transform.graph import edit
@@ -31,12 +34,23 @@ class _EinsumProduct:
 
 
 def spell_products(graph: fx.Graph) -> None:
-    """Rewrite torch.einsum as a matmul if one matmul computes it, and torch.baddbmm as bmm, mul and add."""
+    """Rewrite torch.einsum and torch.tensordot as a matmul if one matmul computes the call.
+
+    Rewrite torch.baddbmm as bmm, mul and add, torch.addcmul as mul and add, and a torch.addmm that scales a
+    stored weight as a linear with a computed weight.
+    """
     for node in list(graph.nodes):
         if node.target is torch.einsum and isinstance(node.args[0], str):  # not numbers for dimensions
             _spell_einsum(graph, node)
+        elif node.target is torch.tensordot and not writes(node):
+            _spell_tensordot(graph, node, *node.args)
         elif node.target is torch.baddbmm and not writes(node):
             _spell_baddbmm(graph, node, *node.args, **node.kwargs)
+        elif node.target is torch.addmm and node.kwargs and not writes(node):
+            _spell_scaled_linear(graph, node, *node.args, **node.kwargs)
+        elif node.target is torch.addcmul and not writes(node):
+            x, *factors = node.args
+            edit.set_target(node, torch.add, (edit.insert(graph, [node], torch.mul, tuple(factors)), x))
 
 
 def _spell_baddbmm(
@@ -53,13 +67,41 @@ def _spell_baddbmm(
     edit.set_target(node, torch.add, (product, x))
 
 
+def _spell_scaled_linear(
+    graph: fx.Graph, node: fx.Node, bias: fx.Node, x: fx.Node, weight: fx.Node, beta: float, alpha: float
+) -> None:
+    if not is_model_weight(2)(weight):
+        return
+    if alpha != 1:
+        weight = edit.insert(graph, [node], torch.mul, (weight, alpha))
+    if beta not in (0, 1):
+        bias = edit.insert(graph, [node], torch.mul, (bias, beta))
+    weight = edit.insert(graph, [node], torch.t, (weight,))
+    edit.set_target(node, F.linear, (x, weight, bias if beta else None))  # addmm does not read 0 * bias
+
+
+def _spell_tensordot(graph: fx.Graph, node: fx.Node, left: fx.Node, right: fx.Node, dims: Any) -> None:
+    letters = string.ascii_letters
+    first, second = [*letters[: len(shape_of(left))]], [*letters[26 : 26 + len(shape_of(right))]]
+    inner = (range(-dims, 0), range(dims)) if isinstance(dims, int) else dims
+    for at, beside in zip(*inner, strict=True):
+        second[beside] = first[at]
+    result = [letter for letter in (*first, *second) if (letter in first) is not (letter in second)]
+    _spell_product(graph, node, [left, right], ["".join(first), "".join(second)], "".join(result))
+
+
 def _spell_einsum(graph: fx.Graph, node: fx.Node) -> None:
     equation, *operands = node.args
     operands = operands[0] if len(operands) == 1 and isinstance(operands[0], (list, tuple)) else operands
     terms, _, result = equation.replace(" ", "").partition("->")
     *terms, result = _in_letters(terms.split(","), result, operands)
-    if len(operands) != 2:
-        return
+    if len(operands) == 2:
+        _spell_product(graph, node, operands, terms, result)
+
+
+def _spell_product(
+    graph: fx.Graph, node: fx.Node, operands: list[fx.Node], terms: list[str], result: str
+) -> None:
     if is_model_tensor(operands[0]) and not is_model_tensor(operands[1]):  # in a linear, the weight is second
         operands, terms = operands[::-1], terms[::-1]
     product = _as_product(terms, result)

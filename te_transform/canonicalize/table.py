@@ -176,6 +176,15 @@ def _baddbmm(input: fx.Node, batch1: fx.Node, batch2: fx.Node, *, beta: Any = 1,
     return torch.baddbmm, (input, batch1, batch2), {"beta": beta, "alpha": alpha}
 
 
+def _addmm(input: fx.Node, mat1: fx.Node, mat2: fx.Node, *, beta: Any = 1, alpha: Any = 1) -> tuple:
+    scales = {} if beta == alpha == 1 else {"beta": beta, "alpha": alpha}
+    return torch.addmm, (input, mat1, mat2), scales
+
+
+def _addcmul(input: fx.Node, tensor1: fx.Node, tensor2: fx.Node, *, value: Any = 1) -> tuple | None:
+    return (torch.addcmul, (input, tensor1, tensor2)) if is_number(value) and value == 1 else None
+
+
 def _plain_sdpa(
     query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
 ) -> tuple:
@@ -266,7 +275,9 @@ SPELLINGS: dict[str, Callable[..., tuple | None]] = {
     "grouped_mm": _plain_grouped_mm,
     "_grouped_mm": _plain_grouped_mm,
     "bmm": lambda input, mat2: (torch.bmm, (input, mat2)),
-    "addmm": lambda input, mat1, mat2: (torch.addmm, (input, mat1, mat2)),
+    "addmm": _addmm,
+    "addcmul": _addcmul,
+    "tensordot": lambda a, b, dims=2: (torch.tensordot, (a, b, dims)),
     "baddbmm": _baddbmm,
     "mean": lambda input, dim, keepdim=False: (torch.mean, (input, back(input, dim), keepdim)),
     "sum": lambda input, dim, keepdim=False: (torch.sum, (input, back(input, dim), keepdim)),

@@ -8,10 +8,10 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from te_transform.graph import ops
-from te_transform.graph.nodes import called, is_model_tensor, is_tensor_node, may_be_view, reached
+from te_transform.graph.nodes import called, is_model_tensor, is_tensor_node, may_be_view, reached, value
 from te_transform.graph.pattern import Match, Misses, Pattern, note
 
 _POINTWISE_OPS = (*ops.ACTIVATION_OPS, ops.cast, ops.dropout)
@@ -23,9 +23,15 @@ _UNTAGGED = frozenset(
     }
 )  # fmt: skip
 
+_REORDERINGS = frozenset(
+    {"flip", "fliplr", "flipud", "roll"}
+)  # their result has the same elements in another order
+
 
 class Pointwise(Pattern):
     """A pattern for a pointwise function of a value that `inner` matches, views of it, and model tensors.
+
+    Its elements may be in another order.
 
     The match binds `role` to the names of the functions, in graph order.
     """
@@ -56,15 +62,21 @@ def _computed(root: Any) -> tuple[list[fx.Node], fx.Node | None]:
     found = reached(
         [root] if isinstance(root, fx.Node) else [],
         lambda node: node.all_input_nodes if _is_passed(node) else (),
-        lambda node: is_tensor_node(node) and not is_model_tensor(node),
+        lambda node: _holds_tensors(node) and not is_model_tensor(node),
     )
     inside = set(filter(_is_passed, found))
     sources = {*found} - inside
     return sorted(inside, reverse=True), sources.pop() if len(sources) == 1 else None
 
 
+def _holds_tensors(node: fx.Node) -> bool:
+    """Return True for a tensor, and for the parts of a split or of an unbind."""
+    held = value(node)
+    return isinstance(held[0] if isinstance(held, (tuple, list)) and held else held, Tensor)
+
+
 def _is_passed(node: fx.Node) -> bool:
-    return is_pointwise(node) or may_be_view(node) or _is_made(node)
+    return is_pointwise(node) or may_be_view(node) or _is_made(node) or called(node) in _REORDERINGS
 
 
 def _is_made(node: fx.Node) -> bool:

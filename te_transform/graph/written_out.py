@@ -18,6 +18,7 @@ from te_transform.graph.nodes import (
     is_model_tensor,
     is_parameter,
     is_tensor_node,
+    may_be_view,
     reached,
     shape_of,
     value,
@@ -27,7 +28,12 @@ from te_transform.graph.pointwise import is_pointwise
 
 _AFFINE = (torch.mul, torch.div, torch.add, torch.sub, torch.neg, ops.cast)
 _NORMALIZING = (*ops.NORMS, F.normalize)
-_STATISTICS = frozenset({"mean", "var", "std", "sum", "norm", "vector_norm", "linalg_vector_norm"})
+_STATISTICS = frozenset(
+    {
+        "bmm", "einsum", "linalg_vecdot", "linalg_vector_norm", "matmul", "mean", "norm", "std", "sum", "var",
+        "var_mean", "vecdot", "vector_norm",
+    }
+)  # fmt: skip
 _SCORE_PRODUCTS = frozenset({"mul", "matmul", "bmm", "einsum", "addcmul"})
 
 
@@ -44,19 +50,28 @@ class Normalized(Pattern):
 
     def match(self, value: Any, so_far: Match, misses: Misses) -> Iterator[Match]:
         """Yield the match if the value is a manual norm."""
-        if is_tensor_node(value) and value.target not in ops.NORMS and _is_normalized(value):
+        if is_tensor_node(value) and value.target not in ops.NORMS and _calls_of_norm(value):
             yield replace(so_far, bound={**so_far.bound, self.role: value})
 
 
-def _is_normalized(root: fx.Node) -> bool:
-    """Return True if `root` is an affine function of one value and statistics of the value's rows."""
+def detaches_statistics(normalized: fx.Node) -> bool:
+    """Return True if the statistics of a written-out norm have no gradient."""
+    return any(node.target is torch.Tensor.detach for node in _calls_of_norm(normalized))
+
+
+def _calls_of_norm(root: fx.Node) -> set[fx.Node]:
+    """Return the calls of a written-out norm, or an empty set if `root` is none.
+
+    A norm is an affine function of one value and of statistics of the value's rows.
+    """
     found = reached([root], lambda node: node.all_input_nodes if _is_affine(node) else (), _is_computed)
     norms = [node for node in found if node.target in _NORMALIZING]
     ends = [node for node in found if node not in norms and not _is_affine(node)]
-    statistics = [node for node in ends if _is_column(node)]
-    sources = {node.args[0] for node in norms} | {node for node in ends if node not in statistics}
-    own = len(sources) == 1 and all(_is_statistic(node, sources) for node in statistics)
-    return own and bool(norms or statistics)
+    columns = [node for node in ends if _is_column(node)]
+    sources = {node.args[0] for node in norms} | {node for node in ends if node not in columns}
+    statistics = [_calls_of_statistic(node, sources) for node in columns]
+    is_norm = len(sources) == 1 and bool(norms or columns) and all(statistics)
+    return {*found}.union(*statistics) - sources if is_norm else set()
 
 
 def _is_affine(node: fx.Node) -> bool:
@@ -79,18 +94,23 @@ def _is_of_model(node: fx.Node) -> bool:
     return bool(node.all_input_nodes) and all(map(_is_of_model, node.all_input_nodes))
 
 
-def _is_statistic(column: fx.Node, sources: set[fx.Node]) -> bool:
-    """Return True if a column is a mean, a variance or a vector norm of the rows of the source."""
+def _calls_of_statistic(column: fx.Node, sources: set[fx.Node]) -> set[fx.Node]:
+    """Return the calls of a mean, a variance or a vector norm of the source's rows, or an empty set."""
     found = reached(
         [column],
-        lambda node: node.all_input_nodes if _reduces(node) or is_pointwise(node) else (),
+        lambda node: node.all_input_nodes if _is_of_statistic(node) else (),
         lambda node: node not in sources and _is_computed(node),
     )
-    return any(map(_reduces, found)) and all(_reduces(node) or is_pointwise(node) for node in found)
+    is_statistic = any(map(_reduces, found)) and all(map(_is_of_statistic, found))
+    return {*found} if is_statistic else set()
+
+
+def _is_of_statistic(node: fx.Node) -> bool:
+    return _reduces(node) or is_pointwise(node) or may_be_view(node)
 
 
 def _reduces(node: fx.Node) -> bool:
-    return called(node) in _STATISTICS and _is_column(node)
+    return called(node) in _STATISTICS and all(map(_is_computed, node.all_input_nodes))
 
 
 def rotated_by(query: fx.Node) -> list[fx.Node]:

@@ -8,6 +8,7 @@ import torch
 from torch import fx
 
 from te_transform.canonicalize.attention import PRODUCTS
+from te_transform.canonicalize.linears import TURNS
 from te_transform.graph import ops
 from te_transform.graph.nodes import (
     called,
@@ -29,8 +30,8 @@ PLAIN = {
     *PRODUCTS, torch.mul, torch.div, torch.add, torch.masked_fill, torch.where, torch.softmax, torch.reshape,
     ops.cast, ops.dropout,
 }  # fmt: skip
+_OF_SCORES = {torch.mul, torch.div, torch.add, torch.masked_fill, torch.where}  # what precedes the softmax
 ENDS = {ops.linear, *ops.NORMS, ops.sdpa}
-_MOVES = (torch.permute, torch.transpose)
 
 
 def obstacles(softmax: fx.Node) -> Iterator[str]:
@@ -63,7 +64,7 @@ def _einsums(path: list[fx.Node]) -> Iterator[str]:
 
 def _reasons(path: list[fx.Node]) -> Iterator[str]:
     unusual = [node for node in path if node.target not in PLAIN and not _multiplies_several(node)]
-    computing = [node for node in unusual if node.target not in _MOVES]
+    computing = [node for node in unusual if node.target not in TURNS]
     others = list(dict.fromkeys(map(called, computing or unusual)))
     if others:
         yield (
@@ -77,18 +78,34 @@ def _reasons(path: list[fx.Node]) -> Iterator[str]:
             "the attention's softmax is over another dimension than the keys, but fused attention needs it "
             "over the keys: no kernel supports another dimension"
         )
-    factors = [node for node in path if node.target in (torch.mul, torch.div)]
+    softmax = next(node for node in path if node.target is torch.softmax)
+    yield from _of_scores([node for node in path if node < softmax])
+    later = [called(node) for node in path if node > softmax and node.target in _OF_SCORES]
+    if later:
+        yield (
+            f"the attention has {', '.join(dict.fromkeys(later))} after its softmax, but fused attention has "
+            "only a dropout there: move the operations before the softmax or behind the product, if the math "
+            "allows"
+        )
+    yield from _of_readers(path)
+
+
+def _of_scores(scores: list[fx.Node]) -> Iterator[str]:
+    factors = [node for node in scores if node.target in (torch.mul, torch.div)]
     if any(all(map(is_tensor_node, node.args)) for node in factors):
         yield (
             "the attention's scores are multiplied by a tensor, but fused attention needs a number: multiply "
             "the queries by it, or add it if it is a mask"
         )
-    fills = [node for node in path if node.target in (torch.masked_fill, torch.where)]
+    fills = [node for node in scores if node.target in (torch.masked_fill, torch.where)]
     if len({argument for node in fills for argument in filter(is_number, node.args)}) > 1:
         yield (
             "the attention's scores are filled with several numbers, but fused attention fills them with "
             "one: use the same number of -1e4 or less in both calls, or fill once by both masks"
         )
+
+
+def _of_readers(path: list[fx.Node]) -> Iterator[str]:
     inner = [node for node in path if {*path}.intersection(node.users)]  # all nodes but the last product
     users = {user for node in inner for user in node.users} - {*path}
     if read := readers(user for user in users if user.op == "output" or is_tensor_node(user)):
@@ -163,5 +180,5 @@ def _may_be_scores(node: fx.Node) -> bool:
 def _mixes_heads(node: fx.Node) -> bool:
     """Return True for a linear across heads, which are the last of four dimensions before or after a move."""
     is_square = node.target is ops.linear and same_shape(shape_of(node), shape_of(node.args[0]))
-    is_beside_move = any(beside.target in _MOVES for beside in (node.args[0], *node.users))
+    is_beside_move = any(beside.target in TURNS for beside in (node.args[0], *node.users))
     return is_square and len(shape_of(node)) == 4 and is_beside_move

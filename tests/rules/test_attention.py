@@ -108,6 +108,20 @@ def filled_twice(model, q, k, v, last=-3e38):
     return torch.where(kept, first, last).softmax(-1) @ v
 
 
+def emptied(model, q, k, v):
+    """ESPnet's: probabilities of hidden keys are filled too, as rows may hide every key."""
+    hidden = model.mask[: q.shape[-2], : q.shape[-2]] == 0
+    weights = scores(q, k).masked_fill(hidden, torch.finfo(q.dtype).min)
+    return weights.softmax(-1).masked_fill(hidden, 0.0) @ v
+
+
+def scaled_after_the_fill(model, q, k, v):
+    """GPT-J's."""
+    hidden = torch.ones(q.shape[-2], q.shape[-2]).triu(1).bool()
+    filled = torch.where(hidden, torch.finfo(q.dtype).min, q @ k.transpose(-2, -1))
+    return (filled / WIDTH**0.5).softmax(-1) @ v
+
+
 def filled_with_two_numbers(model, q, k, v):
     return filled_twice(model, q, k, v, -1e9)
 
@@ -119,6 +133,9 @@ FUSES = {
     "a mask in a buffer": attends(of_a_buffer, mask=buffer(LOWER)),
     "a mask of their shape": attends(expanded, mask=buffer(LOWER)),
     "filled twice with one number": attends(filled_twice, mask=buffer(LOWER)),
+    "probabilities that are emptied": attends(emptied, mask=buffer(LOWER)),
+    "where rows hide every key": attends(emptied, mask=buffer(LOWER * torch.arange(LONGEST)[:, None])),
+    "scaled after the fill": attends(scaled_after_the_fill),
     "a mask that is added": attends(added, mask=buffer(LOWER.log())),
     "softmax in fp32": attends(in_fp32),
     "a softmax by hand": attends(by_hand, mask=buffer(LOWER.log())),
@@ -257,6 +274,15 @@ def barely_filled(model, q, k, v):
     return scores(q, k).masked_fill(model.mask[:length, :length] == 0, -5.0).softmax(-1) @ v
 
 
+def filled_later(model, q, k, v):
+    hidden = model.mask[: q.shape[-2], : q.shape[-2]] == 0
+    return scores(q, k).softmax(-1).masked_fill(hidden, 0.0) @ v
+
+
+def multiplied_later(model, q, k, v):
+    return (scores(q, k).softmax(-1) * model.mask[:HEADS, :1, None]) @ v
+
+
 def negative(model, q, k, v):
     return (q @ k.mT * -0.5).softmax(-1) @ v
 
@@ -273,6 +299,10 @@ NEGATIVE = (
 BETWEEN = (
     "the attention has {} between its two products, but fused attention has only a scale, a mask, a softmax "
     "and a dropout: pass compile=True, which joins the operations between the products"
+)
+LATER = (
+    "the attention has {} after its softmax, but fused attention has only a dropout there: move the "
+    "operations before the softmax or behind the product, if the math allows"
 )
 REFUSES = {
     "weights that are read": (
@@ -307,6 +337,8 @@ REFUSES = {
         "the attention's scores are filled with several numbers, but fused attention fills them with one: "
         "use the same number of -1e4 or less in both calls, or fill once by both masks",
     ),
+    "probabilities that are filled": (filled_later, LATER.format("masked_fill")),
+    "probabilities that are multiplied": (multiplied_later, LATER.format("mul")),
     "a negative scale": (negative, NEGATIVE),
     "a negative scale of a call": (called_with_a_negative_scale, NEGATIVE),
     "a fill that hides nothing": (
@@ -323,6 +355,23 @@ def test_refuses(name: str) -> None:
     report = fused(attends(core, mask=buffer(LOWER)))
     assert report.counts == {"linear": 2}
     assert reasons(report, "attention") == {sentence}
+
+
+def linear_attention_of_softmaxes(model, q, k, v):
+    context = torch.einsum("bhnd,bhne->bhde", k.softmax(-2), v)
+    return torch.einsum("bhde,bhnd->bhne", context, q.softmax(-1))
+
+
+def causal_linear_attention(model, q, k, v):
+    q, k = F.elu(q) + 1, F.elu(k) + 1
+    sums = torch.einsum("bhtd,bhte->bhtde", k, v).cumsum(2)
+    return torch.einsum("bhtd,bhtde->bhte", q, sums) / (q * k.cumsum(2)).sum(-1, keepdim=True)
+
+
+def retention(model, q, k, v):
+    order = torch.arange(q.shape[-2], dtype=q.dtype)
+    distances = order[:, None] - order
+    return (scores(q, k) * torch.where(distances >= 0, 0.9**distances, 0.0)) @ v
 
 
 def by_sigmoid(model, q, k, v):
@@ -409,6 +458,9 @@ OTHER_ATTENTION = {
     "an einsum of three tensors": (with_einsum_of_three, SEVERAL),
     "linear attention": (linear_attention, LINEAR.format("elu")),
     "linear attention by einsum": (linear_attention_by_einsum, LINEAR.format("relu")),
+    "linear attention of two softmaxes": (linear_attention_of_softmaxes, LINEAR.format("softmax")),
+    "causal linear attention": (causal_linear_attention, LINEAR.format("elu")),
+    "retention": (retention, INSTEAD.format("a product with a tensor")),
 }
 
 

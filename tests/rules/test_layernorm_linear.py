@@ -203,6 +203,10 @@ WRITTEN_OUT = (
     "the linear reads a written-out norm that ends in {}, but LayerNormLinear needs LayerNorm or RMSNorm: "
     "call F.layer_norm or F.rms_norm with its scale and bias, if the math allows"
 )
+DETACHED = (
+    "the linear reads a norm whose statistics are detached, but LayerNormLinear computes their gradient too: "
+    "remove detach(), if you can retrain"
+)
 
 
 def root(x: Tensor, eps: float = 1e-6) -> Tensor:
@@ -229,6 +233,18 @@ REFUSES = {
     "a deviation": unknown(lambda m, x: (x - x.mean(-1, True)) / (x.std(-1, True, True) + 1e-6) + m.b, "add"),
     "an RMSNorm with a bias": unknown(lambda m, x: F.rms_norm(x, (H,), m.w) + m.b, "add"),
     "a LayerNorm with a bias of its own": unknown(lambda m, x: F.layer_norm(x, (H,)) + m.b, "add"),
+    "a mean of rows without their dimension": unknown(
+        lambda m, x: x * torch.rsqrt(x.square().mean(-1) + 1e-6)[..., None] * m.w
+    ),
+    "an einsum": unknown(lambda m, x: x / (torch.einsum("bti,bti->bt", x, x) / H).sqrt()[..., None] * m.w),
+    "a product of vectors": unknown(
+        lambda m, x: x * (torch.linalg.vecdot(x, x) / H).rsqrt().unsqueeze(-1), "mul"
+    ),
+    "a product of a row and a column": unknown(
+        lambda m, x: x * ((x[..., None, :] @ x[..., None]).squeeze(-1) / H + 1e-6).rsqrt() * m.w
+    ),
+    "a detached length": (of_vectors(lambda m, x: x / root(x).reciprocal().detach() * m.w), DETACHED),
+    "the length of detached rows": (of_vectors(lambda m, x: m.w * x * root(x.detach())), DETACHED),
     "a unit vector": unknown(lambda m, x: F.normalize(x, dim=-1) * m.w),
     "read before": (own(read_before_the_bias), BEFORE.format("mul")),
     "read by the bias": (own(read_by_the_bias), BEFORE.format("mean")),

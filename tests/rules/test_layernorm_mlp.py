@@ -251,6 +251,8 @@ NAMED = {  # an activation that no kernel has, and what it is called
     "no activation by name": (torch.sin, "sin"),
     "a probability": (lambda x: x * torch.special.ndtr(2 * x), "special_ndtr"),
     "written out": (lambda x: F.softplus(x).tanh() * x, "made of softplus, tanh, mul"),
+    "columns in another order": (lambda x: F.gelu(x).flip(-1), "made of gelu, flip"),
+    "rows in another order": (lambda x: torch.roll(F.gelu(x), 1, 1), "made of gelu, roll"),
     "two in a row": (lambda x: F.gelu(x).clamp(-1, 1), "made of gelu, clamp"),
 }
 

@@ -31,10 +31,21 @@ def banked(function) -> Make:
     return written(function, bank=lambda: nn.Parameter(torch.randn(3, H, H)))
 
 
+def added(function) -> Make:
+    """A model with a weight that is stored [in, out], and a bias."""
+    return written(
+        function, w=lambda: nn.Parameter(torch.randn(H, H)), b=lambda: nn.Parameter(torch.randn(H))
+    )
+
+
 FLATTENED = banked(lambda m, x: F.linear(x, m.bank.flatten(end_dim=1)))
 OUTPUTS_FIRST = banked(lambda m, x: torch.einsum("...d,hkd->...hk", x, m.bank))
 INPUTS_FIRST = banked(lambda m, x: torch.einsum("...k,khd->...hd", x[..., :3], m.bank))
 FUSES = {
+    "a sum with factors of one": added(lambda m, x: torch.addmm(m.b, x[0], m.w, beta=1, alpha=1.0)),
+    "a sum with a computed bias": added(lambda m, x: torch.addmm(m.b.exp(), x[0], m.w)),
+    "a tensordot": banked(lambda m, x: torch.tensordot(x, m.bank.flatten(end_dim=1), dims=([2], [1]))),
+    "a tensordot of the last dimensions": added(lambda m, x: torch.tensordot(x, m.w, 1)),
     "a bank that is flattened": FLATTENED,
     "an einsum with a bank": OUTPUTS_FIRST,
     "an einsum with a bank whose inputs come first": INPUTS_FIRST,
@@ -128,11 +139,41 @@ def wide() -> nn.Module:
     return nn.Linear(H, H, bias=False, dtype=torch.float64)
 
 
+COMPUTED = (
+    "the linear's weight is computed at every call, but kernels need a parameter: compute it once and store "
+    "it, if you can retrain"
+)
 REFUSES = {
+    "a product with a factor": (added(lambda m, x: torch.addmm(m.b, x[0], m.w, alpha=2.0)), COMPUTED),
+    "a product with a factor, without its bias": (
+        added(lambda m, x: torch.addmm(m.b, x[0], m.w, beta=0, alpha=2.0)),
+        COMPUTED,
+    ),
+    "a sum with a bias for each row": (
+        added(lambda m, x: torch.addmm(x[1], x[0], m.w)),
+        "the linear's bias is [5, 16], but kernels need one element per row (16): add it after the product",
+    ),
+    "a matrix for each head": (
+        written(
+            lambda m, x: torch.einsum("bthd,hde->bthe", x.unflatten(-1, (4, 4)), m.w),
+            w=lambda: nn.Parameter(torch.randn(4, 4, 4)),
+        ),
+        "the product has a stack of matrices [4, 4, 4], one for each head or group, but the fused linear has "
+        "one matrix: no kernel supports several",
+    ),
+    "a parameter on the left": (
+        added(lambda m, x: m.w @ x.mT),
+        "the product has its parameter on the left, but the fused linear needs it on the right: call "
+        "F.linear(x.mT, weight).mT",
+    ),
+    "a convolution of one element": (
+        written(lambda m, x: m.inner(x.mT), inner=lambda: nn.Conv1d(H, H, 1)),
+        "the convolution has a kernel of one element, but the fused linear reads channels from the last "
+        "dimension: call F.linear on [..., length, channels] with weight.flatten(1)",
+    ),
     "computed": (
         written(lambda m, x: F.linear(x, m.inner.weight * 2), inner=linear()),
-        "the linear's weight is computed at every call, but kernels need a parameter: compute it once "
-        "and store it, if you can retrain",
+        COMPUTED,
     ),
     "rows of a parameter": (
         written(lambda m, x: F.linear(x, m.inner.weight.chunk(2)[1]), inner=linear()),
@@ -161,8 +202,7 @@ REFUSES = {
     ),
     "int8": (
         Int8,
-        "the linear's weight is computed at every call, but kernels need a parameter: compute it once and "
-        "store it, if you can retrain",
+        COMPUTED,
     ),
     "cast": (
         written(lambda m, x: F.linear(x.double(), m.inner.weight.double()), inner=linear(bias=False)),
@@ -187,6 +227,14 @@ REFUSES = {
 
 
 FOLLOWED = {  # what the sentences advise
+    "call F.linear(x.mT, weight).mT": (added(lambda m, x: F.linear(x, m.w).mT), 1),
+    "call F.linear with weight.flatten(1)": (
+        written(
+            lambda m, x: F.linear(x, m.inner.weight.flatten(1), m.inner.bias).mT,
+            inner=lambda: nn.Conv1d(H, H, 1),
+        ),
+        1,
+    ),
     "compute it once and store it": (lambda: remove_parametrizations(weight_norm(linear()()), "weight"), 1),
     "store it in float64": (written(lambda m, x: F.linear(x.double(), m.inner.weight), inner=wide), 1),
     "add it after the product": (
