@@ -84,8 +84,8 @@ def _reasons(path: list[fx.Node]) -> Iterator[str]:
     if later:
         yield (
             f"the attention has {', '.join(dict.fromkeys(later))} after its softmax, but fused attention has "
-            "only a dropout there: move the operations before the softmax or behind the product, if the math "
-            "allows"
+            "only zeros for hidden keys and a dropout there: move the operations before the softmax or "
+            "behind the product, if the math allows"
         )
     yield from _of_readers(path)
 

@@ -301,8 +301,8 @@ BETWEEN = (
     "and a dropout: pass compile=True, which joins the operations between the products"
 )
 LATER = (
-    "the attention has {} after its softmax, but fused attention has only a dropout there: move the "
-    "operations before the softmax or behind the product, if the math allows"
+    "the attention has {} after its softmax, but fused attention has only zeros for hidden keys and a "
+    "dropout there: move the operations before the softmax or behind the product, if the math allows"
 )
 REFUSES = {
     "weights that are read": (
