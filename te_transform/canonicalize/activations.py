@@ -19,7 +19,8 @@ from te_transform.graph.pattern import AnyOrder, Call, Match, Near, OneOf, Patte
 def _op(op: Callable) -> Callable[[fx.Graph, Match], tuple | None]:
     def call(graph: fx.Graph, match: Match) -> tuple | None:
         x = match.bound["x"]
-        return (op, (x,)) if dtype_of(x) is dtype_of(match.root) else None
+        is_precise = "few_digits" not in match.bound or dtype_of(x).itemsize <= 2
+        return (op, (x,)) if is_precise and dtype_of(x) is dtype_of(match.root) else None
 
     return call
 

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -142,16 +143,27 @@ class Is(Pattern):
             note(misses, so_far, value, self)
 
 
+_SEVEN_DIGITS = 1e-6
+
+
 @dataclass(frozen=True)
 class Near(Pattern):
-    """A pattern for a number with rounding: sqrt(2 / pi) with 7 digits or with 16."""
+    """A pattern for a number with rounding: sqrt(2 / pi) with 7 digits or with 16.
+
+    With 5 or 6 digits, the match binds `few_digits` to True: in float32, the error shows.
+    """
 
     constant: float
     tolerance: float = 1e-5
 
     def match(self, value: Any, so_far: Match, misses: Misses) -> Iterator[Match]:
-        if type(value) in (int, float) and abs(value - self.constant) <= self.tolerance * abs(self.constant):
-            yield so_far
+        error = abs(value / self.constant - 1) if type(value) in (int, float) else math.inf
+        if error <= self.tolerance:
+            yield (
+                so_far
+                if error <= _SEVEN_DIGITS
+                else replace(so_far, bound=so_far.bound | {"few_digits": True})
+            )
         else:
             note(misses, so_far, value, self)
 
