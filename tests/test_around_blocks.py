@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import copy
 import pickle
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -19,10 +22,12 @@ from torch.utils.checkpoint import checkpoint
 import te_transform
 from te_transform.execution.attach import runner_of
 from te_transform.execution.policy import CHECKPOINTED_BY_HOOKS
+from tests import compilers
 from tests.attacks import WIDTH, Block, Pair, X
 
 LABELS = torch.arange(X.shape[1]).expand(X.shape[:2])
 WORDS = 24
+MOST_CALLS = 34  # of Python, for each call of a block
 
 
 class Backbone(nn.Module):
@@ -58,8 +63,8 @@ class Model(nn.Module):
 class Unchecked(Model):
     """Without checkpoints."""
 
-    def __init__(self):
-        super().__init__()
+    def __init__(self, layers: int = 2):
+        super().__init__(layers)
         self.backbone.checkpoints = False
 
 
@@ -244,6 +249,32 @@ def test_fsdp_of_blocks_that_were_cut_in_the_conversion() -> None:
         losses = [trained(each.train(mode), X.clone())["loss"] for each in pair.models]
         torch.testing.assert_close(losses[1], losses[0])
     assert "mlp" in paths(pair.converted)  # of the evaluation
+
+
+def test_a_compiled_block_takes_few_calls_of_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU is the bottleneck of small models, whose blocks are captured one by one under FSDP2."""
+    compilers.install(patch=monkeypatch)
+    counts = [_python_calls(Pair.of(Unchecked(layers), compile=True)) for layers in (3, 4)]
+    assert counts[1] - counts[0] <= MOST_CALLS
+
+
+def _python_calls(pair: Pair) -> int:
+    """Return the number of calls of this library's functions in a forward, without those in guards."""
+    runner_of(pair.converted).capture_blocks(pair.converted)
+    x = X.clone()
+    for _ in range(3):
+        trained(pair.converted, x)
+    count, home = 0, str(Path(te_transform.__file__).parent)
+
+    def see(frame: FrameType, event: str, _: Any) -> None:
+        nonlocal count
+        name = frame.f_code.co_filename
+        count += event == "call" and name.startswith(home) and "/graph/" not in name
+
+    sys.setprofile(see)
+    pair.converted(x)
+    sys.setprofile(None)
+    return count
 
 
 @pytest.mark.parametrize("part", ["mlp", ""], ids=["inside of blocks", "around blocks"])

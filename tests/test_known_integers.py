@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import _get_current_function_mode
 from transformers import LlamaConfig, LlamaForCausalLM, masking_utils
@@ -18,7 +18,7 @@ from transformers.masking_utils import find_packed_sequence_indices
 
 import te_transform
 from te_transform.execution import known_integers as file
-from te_transform.execution.known_integers import KnownIntegers, known_integers
+from te_transform.execution.known_integers import KnownIntegers, Questions
 
 META = {"device": "meta"}
 
@@ -100,7 +100,7 @@ def test_a_known_tensor_can_be_swapped() -> None:
 
 def test_only_plain_calls_on_a_gpu_are_watched() -> None:
     def is_watched(x: Tensor) -> bool:
-        return isinstance(known_integers([3, x]), KnownIntegers)
+        return isinstance(Questions().answered(nn.Identity(), (3, x), {}), KnownIntegers)
 
     on_gpu, seen = torch.ones(2, **META), []
     assert is_watched(on_gpu)
@@ -109,8 +109,32 @@ def test_only_plain_calls_on_a_gpu_are_watched() -> None:
     assert seen == [False]
     with FakeTensorMode():
         assert not is_watched(on_gpu)
-    with known_integers([on_gpu]):
+    with Questions().answered(nn.Identity(), (on_gpu,), {}):
         assert not is_watched(on_gpu)
+
+
+def test_a_later_call_is_watched_until_its_last_question() -> None:
+    questions, module, on_gpu = Questions(), nn.Identity(), torch.ones(2, **META)
+
+    def asked(number: int, **kwargs: Any) -> int | None:
+        """Ask so many questions, and one more. Return the number of answers, or None if nobody answers."""
+        with questions.answered(module, (on_gpu,), kwargs) as mode:
+            for _ in range(number):
+                assert positions().sum().item() == 15
+            if mode is None:
+                return None
+            return mode.answers if isinstance(positions().sum(), Tensor) else 0
+
+    with pytest.raises(ValueError, match="of the user"), questions.answered(module, (on_gpu,), {}):
+        raise ValueError("of the user")
+    assert asked(2) == 2
+    with questions.answered(module, (on_gpu,), {}):
+        assert [positions().sum().item() for _ in range(2)] == [15, 15]
+        with pytest.raises(RuntimeError, match="meta"):
+            positions().sum().item()
+    assert asked(0, mask=on_gpu) == 0
+    assert asked(0, mask=on_gpu) is None
+    assert asked(2, mask=None) == 2
 
 
 def test_a_compiled_function_of_the_user_is_one_graph() -> None:

@@ -46,24 +46,19 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def saving_hooks() -> bool:
-    """Return True if hooks receive the tensors that autograd saves, as in a checkpointed forward."""
-    return _top_hooks() is not None
+def saving_hooks() -> tuple[Any, Any] | None:
+    """Return the hooks that receive the tensors that autograd saves, or None. Checkpoints have such hooks."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False)
 
 
-def checkpoint_hooks() -> tuple[Any, Any] | None:
-    """Return the saved-tensor hooks of the innermost non-reentrant checkpoint, or None."""
-    hooks = _top_hooks()
+def of_checkpoint(hooks: tuple[Any, Any] | None) -> tuple[Any, Any] | None:
+    """Return these hooks if a non-reentrant checkpoint made them, else None."""
     return hooks if _pack_name(hooks).startswith("_checkpoint_hook.") else None
 
 
 def recomputes() -> bool:
     """Return True while a non-reentrant checkpoint repeats a forward, outside of checkpoints within it."""
-    return _pack_name(_top_hooks()).startswith("_recomputation_hook.")
-
-
-def _top_hooks() -> tuple[Any, Any] | None:
-    return torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return _pack_name(saving_hooks()).startswith("_recomputation_hook.")
 
 
 def _pack_name(hooks: tuple[Any, Any] | None) -> str:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from te_transform.backends.tracing import checkpoint_hooks, in_backward, recorded, saving_hooks, transformed
+from te_transform.backends.tracing import in_backward, recorded, saving_hooks, transformed
 from te_transform.execution.classes import ModuleRole, Role
 from te_transform.execution.division import Division
 from te_transform.execution.modes import is_dispatch_mode_on, is_foreign_mode_on, is_graph_mode_on
@@ -19,7 +18,7 @@ from te_transform.plan.options import Options
 class CallContext:
     """One call of a module, or of a captured graph behind dynamo.
 
-    Each mode is read once, when an executor first asks for it.
+    A mode is read when an executor asks for it. Reading takes less time than keeping the answer.
 
     Attributes:
         args, kwargs: of the call; a graph has no kwargs.
@@ -39,52 +38,52 @@ class CallContext:
         self.is_observed, self.observe_only = is_observed, observe_only
         self.found: Any = None
 
-    @cached_property
+    @property
     def records_gradients(self) -> bool:
         """True if autograd records the call."""
         return torch.is_grad_enabled()
 
-    @cached_property
+    @property
     def is_inference(self) -> bool:
         """True if inference_mode() is on."""
         return torch.is_inference_mode_enabled()
 
-    @cached_property
+    @property
     def is_checkpointed(self) -> bool:
         """True if hooks receive the tensors that autograd saves, as in a checkpoint that repeats the call."""
-        return saving_hooks()
+        return saving_hooks() is not None
 
-    @cached_property
+    @property
     def in_backward(self) -> bool:
         """True within a backward, in which a checkpoint repeats a forward."""
         return in_backward()
 
-    @cached_property
+    @property
     def is_transformed(self) -> bool:
         """True if a transform of torch.func or forward-mode differentiation is on."""
         return transformed()
 
-    @cached_property
+    @property
     def is_recorded(self) -> bool:
         """True if the user records a CUDA graph."""
         return recorded()
 
-    @cached_property
+    @property
     def is_deterministic(self) -> bool:
         """True if all calls must compute the same bits."""
         return torch.are_deterministic_algorithms_enabled()
 
-    @cached_property
+    @property
     def is_seen_below(self) -> bool:
         """True if a mode below autograd sees the operations of the call."""
         return is_dispatch_mode_on()
 
-    @cached_property
+    @property
     def is_seen(self) -> bool:
         """True if a mode of te_transform or one below autograd sees the operations of the call."""
-        return is_graph_mode_on() or self.is_seen_below
+        return is_graph_mode_on() or is_dispatch_mode_on()
 
-    @cached_property
+    @property
     def is_seen_by_others(self) -> bool:
         """True if a user's torch function mode sees the operations of the call."""
         return is_foreign_mode_on()
@@ -104,12 +103,14 @@ class ModuleCall(CallContext):
 
     Attributes:
         role: of the module in the model.
+        is_root: True if the model itself is called.
+        is_block: True if a block is called, one of many layers.
         module: the called module.
         forward: the forward of the user's class.
         options: of the conversion.
         division: of the parameters among ranks, or None.
         trial: the trial that times this call, or None.
-        checkpoint: the hooks of a checkpoint around the call, or None.
+        hooks: the hooks around the call that receive the tensors that autograd saves, or None.
     """
 
     def __init__(
@@ -124,36 +125,27 @@ class ModuleCall(CallContext):
     ):
         super().__init__(args, kwargs)
         self.role, self.module, self.forward = role, module, forward
+        self.is_root, self.is_block = role.kind is Role.MODEL, role.kind is Role.BLOCK
         self.options, self.division = options, division
         self.trial: Any = None
-        self.checkpoint = checkpoint_hooks()
+        self.hooks = saving_hooks()
 
     @property
-    def is_block(self) -> bool:
-        """True if a block is called, one of many layers."""
-        return self.role.kind is Role.BLOCK
-
-    @property
-    def is_root(self) -> bool:
-        """True if the model itself is called."""
-        return self.role.is_root
-
-    @cached_property
     def tensors(self) -> list[Tensor]:
         """The arguments that are tensors, without tensors inside of containers."""
         return [value for value in (*self.args, *self.kwargs.values()) if isinstance(value, Tensor)]
 
-    @cached_property
+    @property
     def is_decoding(self) -> bool:
         """True if this is a step of generation: one token per sequence, without gradients."""
-        if self.records_gradients or not self.tensors:
+        if torch.is_grad_enabled() or not (tensors := self.tensors):
             return False
-        first = self.tensors[0]
+        first = tensors[0]
         if first.is_floating_point():
             return first.dim() == 3 and first.shape[1] == 1
         return first.shape[1:] == (1,)
 
-    @cached_property
+    @property
     def is_evaluated(self) -> bool:
         """True if the module is in evaluation mode, and none of its parameters gets a gradient."""
         trains = self.records_gradients and any(p.requires_grad for p in self.module.parameters())

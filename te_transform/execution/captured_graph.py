@@ -5,7 +5,6 @@ from __future__ import annotations
 import operator
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -120,15 +119,20 @@ class CapturedGraph:
 
     def __call__(self, *arguments: Any) -> Any:
         owner = self.owner
-        note_graph()
+        if self.options.recipe is not None:
+            note_graph()
         if self.unchecked:
             self._check(arguments)
         observer = owner.observer
         if observer is not None:
             observer.see(self, arguments)
-        with put_back(), limits.replayed if self.options.in_cuda_graphs else nullcontext():
-            observe_only = observer is not None and observer.runs_captured
-            return self._run(CallContext(arguments, None, observer is not None, observe_only))
+        observe_only = observer is not None and observer.runs_captured
+        call = CallContext(arguments, None, observer is not None, observe_only)
+        with put_back():
+            if not self.options.in_cuda_graphs:
+                return self._run(call)
+            with limits.replayed:
+                return self._run(call)
 
     def _run(self, call: CallContext) -> Any:
         if self.is_extended and (extension := self.owner.extension) is not None:

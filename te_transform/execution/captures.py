@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from inspect import isfunction
+from types import FunctionType
 from typing import Any
 
 from torch import nn
@@ -35,12 +35,16 @@ class Captures:
         self.runs: dict[type, tuple[Capture, tuple[Any, ...]]] = {}  # with code and defaults of the forward
         self.methods: dict[type, tuple[Any, ...]] = {}
 
-    def of(self, kind: type, forward: Callable[..., Any], make: Callable[[], Capture]) -> Capture:
-        """Return the captured forward of a class, and make it by `make` if there is none yet."""
-        parts = _CODE_AND_DEFAULTS(forward) if isfunction(forward) else ()
-        if kind not in self.runs or not all(map(operator.is_, parts, self.runs[kind][1])):
-            self.runs[kind] = make(), parts
-        return self.runs[kind][0]
+    def of(self, kind: type, forward: Callable[..., Any]) -> Capture | None:
+        """Return the captured forward of a class, or None if there is none with this code and defaults."""
+        run, parts = self.runs.get(kind, (None, ()))
+        now = _CODE_AND_DEFAULTS(forward) if isinstance(forward, FunctionType) else ()
+        return run if all(map(operator.is_, now, parts)) else None
+
+    def add(self, kind: type, forward: Callable[..., Any], run: Capture) -> Capture:
+        """Keep the captured forward of a class, and return it."""
+        self.runs[kind] = run, _CODE_AND_DEFAULTS(forward) if isinstance(forward, FunctionType) else ()
+        return run
 
     def forget(self, kind: type) -> None:
         """Discard the captured forward of a class. It is captured anew at its next call."""
@@ -56,7 +60,7 @@ class Captures:
 
     def forget_replaced(self) -> None:
         """Discard all captured forwards if a method on the path of the modules' calls was replaced."""
-        if any(_methods_called(kind) != methods for kind, methods in self.methods.items()):
+        if list(map(_methods_called, self.methods)) != list(self.methods.values()):
             self.runs.clear()
             self.methods.clear()
 

@@ -90,7 +90,7 @@ def run_gathered(call: ModuleCall, run: Callable[[], Any], tell: Callable[[str],
     A backward that reads a parameter holds its memory after the forward.
 
     Args:
-        call: of a block.
+        call: of a block, with a recipe.
         run: runs the call.
         tell: receives a sentence if the all-gather is left out.
     """
@@ -140,8 +140,7 @@ def gather_again(block: nn.Module) -> None:
 
 def _may_skip(call: ModuleCall) -> bool:
     """Return True if the options may lead to a backward without parameters, and the call has a backward."""
-    options = call.options
-    return bool(options.compile and options.recipe) and call.records_gradients and not call.in_backward
+    return bool(call.options.compile) and call.records_gradients and not call.in_backward
 
 
 def _is_supported(block: nn.Module) -> bool:

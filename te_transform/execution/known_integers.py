@@ -7,16 +7,18 @@ done. Then the GPU waits for the CPU, which is not ahead for the first blocks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from contextlib import AbstractContextManager
+from functools import partial
+from math import inf
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode
 
 from te_transform.backends.tracing import traced
-from te_transform.execution.modes import UntilGraph, is_dispatch_mode_on
+from te_transform.execution.modes import NOTHING, UntilGraph, is_dispatch_mode_on
 
 MAX_ELEMENTS = 2**17  # of a tensor; an operation on as many takes the CPU about 0.1 ms
 _MAKES = {"arange", "full", "ones", "zeros"}
@@ -35,24 +37,32 @@ class KnownIntegers(UntilGraph):
     It knows integers and booleans that were made from numbers, until they are written to. It forgets all of
     them once one is given to a function that is not listed above, which may pass on its memory.
 
+    Args:
+        asked: the number of questions to answer, or infinite. Torch calls after the last one are passed on.
+        note: receives the number of answers at the end.
+
     Attributes:
-        known: the copy of each known tensor, and the contents that were copied. The tensors stay alive until
-            the first block: torch.utils.swap_tensors() refuses tensors with weak references.
+        known: each known tensor by its id, with its copy and the contents that were copied. The tensors stay
+            alive until the first block: torch.utils.swap_tensors() refuses tensors with weak references.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, asked: float = inf, note: Callable[[int], object] = int):
         super().__init__()
-        self.known: dict[Tensor, tuple[Tensor, tuple[int, int]]] = {}
+        self.asked, self.note, self.answers = asked, note, 0
+        self.known: dict[int, tuple[Tensor, Tensor, tuple[int, int]]] = {}
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         self.known.clear()
+        if not any(error):
+            self.note(self.answers)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if torch.compiler.is_compiling():  # torch.compile() of a user's function traces this method
+        # torch.compile() of a user's function traces this method
+        if self.answers >= self.asked or torch.compiler.is_compiling():
             return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
         given = (*args, *kwargs.values())
@@ -69,6 +79,7 @@ class KnownIntegers(UntilGraph):
         except KeyError:
             return func(*args, **kwargs)
         if name in _ANSWERS:
+            self.answers += 1
             return func(*copies, **options)
         return self._noted(func(*args, **kwargs), func, copies, options)
 
@@ -76,16 +87,14 @@ class KnownIntegers(UntilGraph):
         """Return `out`, and note its copy, computed by `func`, if it has few integers or booleans."""
         is_exact = type(out) is Tensor and not (out.is_floating_point() or out.is_complex())
         if is_exact and is_on_gpu(out) and not out.is_inference() and out.numel() <= MAX_ELEMENTS:
-            self.known[out] = func(*args, **kwargs), _contents(out)
+            self.known[id(out)] = out, func(*args, **kwargs), _contents(out)
         return out
 
     def _knows_any(self, given: Iterable[Any]) -> bool:
         """Return True if one of these values is known, or one in a list."""
+        known = self.known
         return any(
-            each in self.known
-            if isinstance(each, Tensor)
-            else isinstance(each, (list, tuple)) and self._knows_any(each)
-            for each in given
+            id(each) in known or (isinstance(each, (list, tuple)) and self._knows_any(each)) for each in given
         )
 
     def _copied(self, given: Any) -> Any:
@@ -95,7 +104,7 @@ class KnownIntegers(UntilGraph):
             KeyError: a tensor is not known, or has other contents.
         """
         if isinstance(given, Tensor):
-            copy, contents = self.known[given]
+            _, copy, contents = self.known[id(given)]
             if _contents(given) != contents:
                 raise KeyError
             return copy
@@ -119,9 +128,27 @@ def is_on_gpu(tensor: Tensor) -> bool:
     return tensor.device.type != "cpu"
 
 
-def known_integers(given: Iterable[Any]) -> AbstractContextManager[Any]:
-    """Return a context for the user's code before the first block. `given` are the arguments of its call."""
-    may_wait = any(isinstance(each, Tensor) and is_on_gpu(each) for each in given)
-    if not may_wait or traced() or is_dispatch_mode_on():
-        return nullcontext()
-    return nullcontext() if isinstance(_get_current_function_mode(), KnownIntegers) else KnownIntegers()
+class Questions:
+    """The questions that the forwards of a model ask about integers before their first block.
+
+    The first call shows their number. In later calls with the same arguments, the mode does nothing after the
+    last question, because its work takes CPU time in each torch call.
+    """
+
+    def __init__(self) -> None:
+        self.asked: dict[Hashable, int] = {}
+
+    def answered(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> AbstractContextManager[Any]:
+        """Return a context for the user's code before the first block, in a call with these arguments."""
+        given = (*args, *kwargs.values())
+        may_wait = any(isinstance(each, Tensor) and is_on_gpu(each) for each in given)
+        if not may_wait or traced() or is_dispatch_mode_on():
+            return NOTHING
+        if isinstance(_get_current_function_mode(), KnownIntegers):
+            return NOTHING
+        names = tuple(name for name, value in kwargs.items() if value is not None)
+        key = type(module), module.training, tuple(value is None for value in args), names
+        asked = self.asked.get(key, inf)
+        return KnownIntegers(asked, partial(self.asked.setdefault, key)) if asked else NOTHING

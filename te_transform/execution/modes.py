@@ -16,6 +16,9 @@ from torch.overrides import (
 )
 from torch.utils._device import DeviceContext
 
+NOTHING = contextlib.nullcontext()
+"""A context for most calls, in which no mode is on: a context manager that is made anew takes longer."""
+
 _aside: ContextVar[tuple[GraphMode, ...]] = ContextVar("_aside", default=())
 # Every dropout of torch.nn and torch.nn.functional calls one of these functions of torch._VF.
 _RANDOM_NAMES = (
@@ -38,13 +41,16 @@ class UntilGraph(TorchFunctionMode):
 
 def is_foreign_mode_on() -> bool:
     """Return True if a user's mode is active. Dynamo traces its effects, and the graph would repeat them."""
+    if not torch._C._len_torch_function_stack():
+        return False
     modes = _get_current_function_mode_stack()
     return any(not isinstance(mode, (GraphMode, UntilGraph, DeviceContext)) for mode in modes)
 
 
 def is_graph_mode_on() -> bool:
     """Return True if a mode of te_transform is active."""
-    return isinstance(_get_current_function_mode(), GraphMode)
+    is_on = torch._C._len_torch_function_stack() > 0
+    return is_on and isinstance(_get_current_function_mode(), GraphMode)
 
 
 def is_dispatch_mode_on() -> bool:
@@ -52,12 +58,16 @@ def is_dispatch_mode_on() -> bool:
     return torch._C._len_torch_dispatch_stack() > 0
 
 
-@contextlib.contextmanager
-def set_aside() -> Iterator[None]:
+def set_aside() -> contextlib.AbstractContextManager[None]:
     """Disable the graph modes while dynamo's callable runs, and end those that last until the first graph.
 
     Python code between two graphs runs without the modes, except for dropouts.
     """
+    return _without_modes() if torch._C._len_torch_function_stack() or _aside.get() else NOTHING
+
+
+@contextlib.contextmanager
+def _without_modes() -> Iterator[None]:
     taken: list[GraphMode] = []
     while isinstance(mode := _get_current_function_mode(), (GraphMode, UntilGraph)):
         mode.__exit__(None, None, None)
@@ -76,7 +86,7 @@ def set_aside() -> Iterator[None]:
 def put_back() -> contextlib.AbstractContextManager[None]:
     """Enter the modes that were set aside, for a call of a captured graph."""
     modes = _aside.get()
-    return _entered(modes) if modes else contextlib.nullcontext()  # usually there are none
+    return _entered(modes) if modes else NOTHING
 
 
 @contextlib.contextmanager

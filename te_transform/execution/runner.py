@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 from te_transform.backends.fp8 import gradient_sums
 from te_transform.backends.fp8.precision import Precision
-from te_transform.backends.tracing import checkpoint_hooks, in_backward
+from te_transform.backends.tracing import in_backward, of_checkpoint, saving_hooks
 from te_transform.execution.blocks import blocks, skipped_inside
 from te_transform.execution.call_context import ModuleCall
 from te_transform.execution.captured_graph import CapturedGraph, Observer
@@ -35,7 +35,6 @@ from te_transform.execution.division import Division, RankGroup
 from te_transform.execution.executors.user_code import UserCode
 from te_transform.execution.extension import Extension
 from te_transform.execution.gathered import run_gathered
-from te_transform.execution.known_integers import known_integers
 from te_transform.execution.lower import ScatteredGroups
 from te_transform.execution.material import ReportMaterial
 from te_transform.execution.model_ref import ModelRef, held_groups_told
@@ -108,46 +107,64 @@ class Runner:
     ) -> Any:
         """Run a call of the model, a part or a block. `forward` is the forward of the user's class."""
         if role.kind is Role.PART and _calling.get() is not None:
-            with known_integers((*args, *kwargs.values())) if self.policy.by_block else nullcontext():
+            questions, by_block = self.user_code.questions, self.policy.by_block
+            with questions.answered(module, args, kwargs) if by_block else nullcontext():
                 return forward(module, *args, **kwargs)
         call = ModuleCall(role, module, forward, args, kwargs, self.options, self.division)
+        run = self._run_root if call.is_root else self._run
+        if call.is_block and self.options.recipe is not None:
+            run = self._run_gathered
         extension = self.extension
-        self.material.was_called |= call.is_root
-        token, before = _calling.set(call), len(self.graphs)
+        token = _calling.set(call)
         try:
-            with nullcontext() if extension is None else extension.around(call):
-                run = partial(self._run, call)
-                out = run_gathered(call, run, self.tell) if call.is_block else run()
+            if extension is None:
+                return run(call)
+            with extension.around(call):
+                out = run(call)
         finally:
             _calling.reset(token)
-        if extension is not None:
-            extension.learn(call, out)
-        if call.is_root and self.material.next_call == []:
-            self.material.next_call = self.graphs[before:]
+        extension.learn(call, out)
         return out
 
+    def _run_root(self, call: ModuleCall) -> Any:
+        """Run a call of the model itself, and note the graphs that it captures."""
+        material, before = self.material, len(self.graphs)
+        material.was_called = True
+        out = self._run(call)
+        if material.next_call == []:
+            material.next_call = self.graphs[before:]
+        return out
+
+    def _run_gathered(self, call: ModuleCall) -> Any:
+        """Run a call of a block, and decide on FSDP2's all-gather for its backward."""
+        return run_gathered(call, partial(self._run, call), self.tell)
+
     def _run(self, call: ModuleCall) -> Any:
+        """Run the user's own code or captured graphs."""
         user_code = self.user_code
-        if user_code.refuse(call) is None or (self._may_time(call) and user_code.is_faster(call)):
+        is_own = user_code.refuse(call) is None
+        if is_own or (call.is_root and self._may_time() and user_code.is_faster(call)):
             return user_code.run(call, but_blocks=self.policy.by_block and not call.is_block)
-        if call.is_block and self.division is not None and self.policy.skip_this_call:
-            raise _OnStandIns
+        if call.is_block:
+            if self.division is not None and self.policy.skip_this_call:
+                raise _OnStandIns
+            return self._run_captured(call)
         # a copy has no reference to its model if only its parts are called
-        model = None if call.is_block else call.module if call.is_root else self.model_ref.model
+        model = call.module if call.is_root else self.model_ref.model
         if model is not None:
             self._settle(model)
         with nullcontext() if self.precision is None or model is None else self.precision.running(model):
-            if self.policy.by_block and not call.is_block and not self._is_around(call):
+            if self.policy.by_block and not self._is_around(call):
                 return user_code.run(call, but_blocks=True)
             if call.trial is None:
                 return self._run_captured(call)
             captured = partial(self._run_captured, call)
             return user_code.trials.run(call.trial, call.run_original, captured, self.graphs)
 
-    def _may_time(self, call: ModuleCall) -> bool:
+    def _may_time(self) -> bool:
         """Return True if the user's own code computes the same as the graphs, and may be faster."""
         options = self.options
-        if not call.is_root or options.recipe is not None or options.compile or options.graphs:
+        if options.recipe is not None or options.compile or options.graphs:
             return False
         if self.policy.by_block or self.division is not None or self.observer is not None:
             return False
@@ -161,8 +178,10 @@ class Runner:
 
     def _run_captured(self, call: ModuleCall) -> Any:
         """Run a call by dynamo, which captures the forward in the first call."""
-        kind, policy, is_around = type(call.module), self.policy, self._is_around(call)
-        run = self.captures.of(kind, call.forward, partial(self._capture, kind, call.forward, is_around))
+        kind, policy, captures = type(call.module), self.policy, self.captures
+        run = captures.of(kind, call.forward)
+        if run is None:
+            run = captures.add(kind, call.forward, self._capture(kind, call.forward, self._is_around(call)))
         run.turned_off = False
         policy.skip_this_mode.discard(kind)  # left over from a call that raised
         try:
@@ -189,10 +208,14 @@ class Runner:
     def _trace(self, call: ModuleCall, run: Callable[..., Any]) -> Any:
         """Run a call by dynamo. A call of a divided model runs on stand-ins, and may end early."""
         out, module, division = None, call.module, self.division
-        stand_ins = nullcontext() if division is None else division.standing_in(module.modules())
-        with parts_end_graphs(self._is_around(call)), set_aside(), stand_ins, suppress(_OnStandIns):
-            out = run(module, *call.args, **call.kwargs)
-        self.policy.end_call(module)
+        with set_aside():
+            if division is None:
+                out = run(module, *call.args, **call.kwargs)
+            else:
+                with division.standing_in(module.modules()), suppress(_OnStandIns):
+                    out = run(module, *call.args, **call.kwargs)
+        if self.policy.skip_this_mode:
+            self.policy.end_call(module)
         return out
 
     def _settle(self, model: nn.Module) -> None:
@@ -222,6 +245,7 @@ class Runner:
             reasons=None if is_around else self.material.breaks,
             # a divided model would first run the user's code on stand-ins
             tell=None if divided else lambda why: held().tell(why),
+            within=partial(parts_end_graphs, is_around),
         )
 
     def backend(
@@ -247,7 +271,7 @@ class Runner:
             SkipFrame: to run the user's own code.
         """
         call = _calling.get()
-        if call is not None and checkpoint_hooks() != call.checkpoint:
+        if call is not None and of_checkpoint(saving_hooks()) != of_checkpoint(call.hooks):
             self.tell(why := self.policy.after_hooks(kind))
             raise SkipFrame(why)
         if has_checkpoints(captured):

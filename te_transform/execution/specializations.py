@@ -168,6 +168,8 @@ class Specializations:
 
     def find(self, call: CallContext) -> Ready | FirstCall | str:
         """Return the specialization of a call, which may be made now, or why there is none."""
+        if self.version.options.recipe is None:
+            return self._ready(call, frozenset(), None)
         if not self.products or not (call.is_checkpointed or call.in_backward):
             return self._find(call)
         weight = call.args[next(iter(self.products.values()))]
@@ -196,8 +198,7 @@ class Specializations:
             why = f"{type(recipe).__name__} runs only in TE's modules"
             self.version.tell(f"graphs run {self._otherwise}, {why}")
             return why
-        first = next(iter(self.weights.values()), None)
-        if self.options.graphs and first is not None and read_state(arguments[first]).gradients is not None:
+        if self.options.graphs and self._accumulates(arguments):
             return _ACCUMULATED
         sites: frozenset[Site] = frozenset()
         if scaling is not None:
@@ -206,14 +207,25 @@ class Specializations:
             if key not in self.in_fp8.known:
                 return FirstCall(key, self)
             sites = self.in_fp8.known[key]
-        lowered = self._lowered(sites)
-        known = lowered.look(arguments)
+        return self._ready(call, sites, scaling)
+
+    def _ready(self, call: CallContext, sites: frozenset[Site], scaling: Any) -> Ready | str:
+        """Return the specialization whose products of `sites` run in FP8, or why there is none."""
+        if self.version.options.graphs and self._accumulates(call.args):
+            return _ACCUMULATED
+        lowered = self.lowered.get(sites) or self._lowered(sites)
+        known = lowered.constant or lowered.look(call.args)
         if known is None:
             return _UNREADY
         run = self._run_for(lowered, known, call, scaling)
         if run is None:
             return _FAILED
-        return Ready(lowered, run, known, self.options.backend if sites else None)
+        return Ready(lowered, run, known, self.version.options.backend if sites else None)
+
+    def _accumulates(self, arguments: Sequence[Any]) -> bool:
+        """Return True in accumulate(), whose buffers a recording would not add to."""
+        first = next(iter(self.weights.values()), None)
+        return first is not None and read_state(arguments[first]).gradients is not None
 
     def learn(self, key: tuple[Any, ...], call: CallContext) -> None:
         """Note the products that ran in FP8 in a first call."""
@@ -230,13 +242,17 @@ class Specializations:
     def _run_for(
         self, lowered: Specialized, known: Precomputed, call: CallContext, scaling: Any
     ) -> SpecializedRun | None:
-        bucket, arguments = self._bucket(call), call.args
-        sizes, shared = self.sizes(arguments), self._shared(arguments)
+        bucket, arguments = bucket_size(), call.args
+        bucket = None if bucket is None else self._bucket(call, bucket)
+        sizes = self.sizes(arguments) if self.varying else ()
+        shared = self._shared(arguments) if self.writes else ()
         key = (*known.key, scaling, attention_kernels(), sizes, shared, bucket)
-        if key not in lowered.runs:
+        run = lowered.runs.get(key)
+        if run is None and key not in lowered.runs:
             with compile_lock:  # compilers keep their state in variables that all threads share
                 self._make(key, lowered, known, arguments, bucket)
-        return lowered.runs.get(key)
+            run = lowered.runs.get(key)
+        return run
 
     def _make(
         self,
@@ -258,15 +274,15 @@ class Specializations:
             f"{self._otherwise}"
         )
 
-    def _bucket(self, call: CallContext) -> int | None:
+    def _bucket(self, call: CallContext, bucket: int) -> int | None:
         """Return the bytes of gradients that are reduced at a time during the backward of this call, or None.
 
         None means that all gradients are reduced at its end, or that a checkpoint repeats the whole call
-        outside of DDP.
+        outside of DDP. `bucket` is the size of DDP's buckets.
         """
         if self.options.in_cuda_graphs or not call.records_gradients:
             return None
-        return None if call.is_checkpointed or call.in_backward else bucket_size()
+        return None if call.is_checkpointed or call.in_backward else bucket
 
     def _lowered(self, sites: frozenset[Site]) -> Specialized:
         if sites not in self.lowered:
@@ -274,9 +290,7 @@ class Specializations:
         return self.lowered[sites]
 
     def _shared(self, arguments: Sequence[Any]) -> tuple[Any, ...]:
-        """Return which arguments share a storage, and their offsets, if the graph writes to arguments."""
-        if not self.writes:
-            return ()
+        """Return which arguments share a storage, and their offsets."""
         tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
         storages = [tensor.untyped_storage()._cdata for tensor in tensors]
         times, indices = Counter(storages), {storage: index for index, storage in enumerate(storages)}
@@ -288,12 +302,11 @@ class Specializations:
 
 def attention_kernels() -> tuple[bool, ...]:
     """Return the enabled kernels of PyTorch's attention, which dynamo does not guard."""
-    cuda = torch.backends.cuda
     return (
-        cuda.flash_sdp_enabled(),
-        cuda.mem_efficient_sdp_enabled(),
-        cuda.math_sdp_enabled(),
-        cuda.cudnn_sdp_enabled(),
+        torch._C._get_flash_sdp_enabled(),
+        torch._C._get_mem_efficient_sdp_enabled(),
+        torch._C._get_math_sdp_enabled(),
+        torch._C._get_cudnn_sdp_enabled(),
     )
 
 

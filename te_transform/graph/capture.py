@@ -9,7 +9,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from inspect import signature
 from itertools import count
@@ -66,6 +66,8 @@ SETTINGS = {
 # collection. Some supported PyTorch versions do not have this setting.
 if hasattr(torch._dynamo.config, "invalidate_compile_context_weakrefs"):
     SETTINGS["invalidate_compile_context_weakrefs"] = True
+if hasattr(torch._dynamo.config, "record_runtime_overhead"):
+    SETTINGS["record_runtime_overhead"] = False  # True calls two functions before each graph, for profilers
 
 
 # the code object, True inside a torch.func transform such as grad(), and the id of the module
@@ -90,6 +92,7 @@ def capture(
     dynamic: bool | None = None,
     reasons: dict[str, None] | None = None,
     tell: Callable[[str], None] | None = None,
+    within: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> Callable[..., Any]:
     """Return a function that runs `forward` through the callables that `backend` returns for its graphs.
 
@@ -103,6 +106,7 @@ def capture(
         reasons: receives dynamo's reasons for code that it does not capture.
         tell: called with the reason when a call runs the user's own code because a value changes with each
             call. None: such calls are captured too.
+        within: returns a context for each trace.
 
     Returns:
         A function. Its `turned_off` is True after dynamo has failed on code of the user: dynamo never traces
@@ -130,7 +134,7 @@ def capture(
             return _RUN_ORIGINAL
         times[key] += 1
         before, run.turned_off = run.turned_off, True  # stays True if tracing raises
-        with _our_capture(settings), _noting(reasons):
+        with _our_capture(settings), _noting(reasons), within():
             found = traced(frame, *args, **kwargs)
         recompiles.note(found, frame)
         run.turned_off = before or _gives_up(found, code, transformed)
@@ -328,8 +332,7 @@ def is_our_capture() -> bool:
 
 def is_capturing() -> bool:
     """Return True if a compiler, an exporter, torch.jit or torch.fx traces this code."""
-    by_jit = torch.jit.is_tracing() or torch.jit.is_scripting()
-    return by_jit or is_compiling_here() or is_fx_symbolic_tracing()
+    return is_compiling_here() or torch.jit.is_tracing() or is_fx_symbolic_tracing()
 
 
 def is_compiling_here() -> bool:
@@ -338,6 +341,7 @@ def is_compiling_here() -> bool:
     In PyTorch 2.13, torch.compiler.is_compiling() is True in all threads while one thread compiles. The
     CompileContext is per thread.
     """
-    if torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting():
-        return True
-    return torch.compiler.is_compiling() and CompileContext.try_get() is not None
+    if not torch.compiler.is_compiling():
+        return False
+    known = torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting()
+    return known or CompileContext.try_get() is not None

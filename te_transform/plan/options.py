@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from functools import cached_property
 from importlib import import_module
 from inspect import signature
 from typing import Any
@@ -48,7 +49,7 @@ class Options:
     run_original: bool = False  # True to run the user's own code, because nothing is faster
     is_auto: bool = False  # True if the backend was chosen automatically
 
-    @property
+    @cached_property
     def in_cuda_graphs(self) -> bool:
         """True if calls run as CUDA graphs."""
         return self.graphs or self.compile in IN_CUDA_GRAPHS

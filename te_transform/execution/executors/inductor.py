@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import fx
 from torch._C import _functorch as functorch
+from torch._dynamo.eval_frame import innermost_fn
 from torch._functorch import config as functorch_config
 from torch._inductor import list_mode_options
 
@@ -142,7 +143,8 @@ def compiled(
                 run = in_layers(graph, arguments, compile, tell, bucket, record)
                 if run is not None or marked(graph.graph):
                     return run
-            return compile(graph, arguments)
+            # dynamo is off whenever a graph runs, so the wrapper that switches it off again is left out
+            return innermost_fn(compile(graph, arguments))
     except Exception as error:
         said = in_a_line(error)
         log.warning("a graph runs uncompiled, %s", said)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch._C import _disabled_torch_function_impl
 
 from te_transform.execution.blocks import blocks
 from te_transform.execution.call_context import ModuleCall, mode_of
-from te_transform.execution.known_integers import known_integers
+from te_transform.execution.known_integers import Questions
 from te_transform.execution.material import ReportMaterial
 from te_transform.execution.policy import CapturePolicy
 from te_transform.execution.trials import Trials
@@ -43,10 +42,23 @@ class UserCode:
 
     def __init__(self, policy: CapturePolicy, material: ReportMaterial):
         self.policy, self.material, self.trials = policy, material, Trials()
+        self.questions = Questions()
 
     def refuse(self, call: ModuleCall) -> str | None:
         """Return why a graph may run the call, or None if the user's own code must run."""
-        return None if self._has_to(call) else _GRAPHS
+        policy, options = self.policy, call.options
+        if policy.run_original or options.run_original or call.is_seen_by_others:
+            return None
+        if self._has_unsupported(call):
+            return None
+        # Fused kernels do not speed up single tokens, and a growing cache would cause a capture per token.
+        # With a static cache, the step may run as a CUDA graph.
+        if call.is_decoding and not (options.graphs and _has_static_cache(call)):
+            return None
+        if type(call.module) in policy.uncaptured or (policy.makes_nested and call.is_evaluated):
+            return None
+        is_checkpointed = policy.checkpointed_modes and mode_of(call.module) in policy.checkpointed_modes
+        return None if is_checkpointed else _GRAPHS
 
     def is_faster(self, call: ModuleCall) -> bool:
         """Return True if trials found the user's own code faster. Set `call.trial` if a trial is not over."""
@@ -57,38 +69,29 @@ class UserCode:
 
     def run(self, call: ModuleCall, but_blocks: bool = False) -> Any:
         """Run the call, with whole parameters if the model is divided, except for captured blocks."""
-        given = (*call.args, *call.kwargs.values())
-        integers = known_integers(given) if but_blocks else nullcontext()
-        with self._with_whole_parameters(call, but_blocks), integers:
+        questions, given = self.questions, (call.module, call.args, call.kwargs)
+        with (
+            self._with_whole_parameters(call, but_blocks),
+            questions.answered(*given) if but_blocks else nullcontext(),
+        ):
             return call.run_original()
 
-    def _has_to(self, call: ModuleCall) -> bool:
-        policy, options = self.policy, call.options
-        if policy.run_original or options.run_original or call.is_seen_by_others:
-            return True
-        if self._has_no_strides(call.tensors) or self._is_overridden(call.tensors):
-            return True
-        # Fused kernels do not speed up single tokens, and a growing cache would cause a capture per token.
-        # With a static cache, the step may run as a CUDA graph.
-        if call.is_decoding and not (options.graphs and _has_static_cache(call)):
-            return True
-        if type(call.module) in policy.uncaptured or (policy.makes_nested and call.is_evaluated):
-            return True
-        return mode_of(call.module) in policy.checkpointed_modes
+    def _has_unsupported(self, call: ModuleCall) -> bool:
+        """Return True if an argument is a tensor that no graph supports.
 
-    def _has_no_strides(self, tensors: Iterable[Tensor]) -> bool:
-        """Return True if an argument is a strided nested tensor. A read of its sizes ends the process."""
-        found = any(value.is_nested and value.layout is torch.strided for value in tensors)
-        if found:
-            self.material.tell(_NO_STRIDES)
-        return found
-
-    def _is_overridden(self, tensors: Iterable[Tensor]) -> bool:
-        """Return True if the class of an argument changes the results of PyTorch's functions."""
-        kind = next((type(held) for held in tensors if _overrides(type(held))), None)
-        if kind is not None:
-            self.material.tell(_OVERRIDES.format(kind.__name__))
-        return kind is not None
+        A read of the sizes of a strided nested tensor ends the process. Some classes change the results of
+        PyTorch's functions.
+        """
+        for value in (*call.args, *call.kwargs.values()):
+            if not isinstance(value, Tensor):
+                continue
+            if value.is_nested and value.layout is torch.strided:
+                self.material.tell(_NO_STRIDES)
+                return True
+            if (kind := type(value)) is not Tensor and _overrides(kind):
+                self.material.tell(_OVERRIDES.format(kind.__name__))
+                return True
+        return False
 
     def _with_whole_parameters(self, call: ModuleCall, but_blocks: bool) -> AbstractContextManager[None]:
         division = call.division
@@ -102,8 +105,6 @@ class UserCode:
 
 def _overrides(kind: type[Tensor]) -> bool:
     """Return True if a class of tensors has a __torch_function__ that compilers cannot trace."""
-    if kind is Tensor:
-        return False
     own = kind.__torch_function__
     usual = Tensor.__torch_function__.__func__, _disabled_torch_function_impl
     is_known = kind.__module__.startswith("torch.") or hasattr(kind, "__tensor_flatten__")
