@@ -16,7 +16,6 @@ from typing import Any
 
 from torch import fx
 from torch._C import _functorch as functorch
-from torch._dynamo.eval_frame import innermost_fn
 from torch._functorch import config as functorch_config
 from torch._inductor import list_mode_options
 
@@ -143,14 +142,22 @@ def compiled(
                 run = in_layers(graph, arguments, compile, tell, bucket, record)
                 if run is not None or marked(graph.graph):
                     return run
-            # dynamo is off whenever a graph runs, so the wrapper that switches it off again is left out
-            return innermost_fn(compile(graph, arguments))
+            return _without_switch(compile(graph, arguments))
     except Exception as error:
         said = in_a_line(error)
         log.warning("a graph runs uncompiled, %s", said)
         log.debug("the traceback of this error", exc_info=error)
         tell(f"a graph runs uncompiled, {said}")
         return None
+
+
+def _without_switch(run: Any) -> Callable[..., Any]:
+    """Return a compiled graph without the wrapper that switches dynamo off. Dynamo is off when graphs run.
+
+    Other wrappers copy its attributes. They differ from the id, which some versions of PyTorch note.
+    """
+    is_switch = getattr(run, "_torchdynamo_wrapper_id", None) == id(run)
+    return run._torchdynamo_orig_callable if is_switch else run
 
 
 @contextmanager
