@@ -133,16 +133,17 @@ def compiled(
         mode = list_mode_options("default" if options.compile is True else options.compile)
 
         def compile(graph: fx.GraphModule, arguments: Sequence[Any]) -> Callable[..., Any]:
+            run = _without_switch(compile_fx(graph, arguments, config_patches=mode))
             read = [node for node in graph.graph.nodes if node.op == "placeholder"]
             precomputed = {index for index, node in enumerate(read) if "example_value" not in node.meta}
-            return VersionChecked(compile_fx(graph, arguments, config_patches=mode), precomputed)
+            return VersionChecked(run, precomputed)
 
         with status(doing), _tracing():
             if options.compile not in IN_CUDA_GRAPHS:  # in these, each piece would be a CUDA graph of its own
                 run = in_layers(graph, arguments, compile, tell, bucket, record)
                 if run is not None or marked(graph.graph):
                     return run
-            return _without_switch(compile(graph, arguments))
+            return compile(graph, arguments)
     except Exception as error:
         said = in_a_line(error)
         log.warning("a graph runs uncompiled, %s", said)
