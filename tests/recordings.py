@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from te_transform.backends import limits
-from te_transform.execution import replayed
+from te_transform.execution.executors import cuda_graph
 from te_transform.plan import options
 
 
@@ -95,9 +95,9 @@ def overwrite(kept: list[Tensor | None], made: list[Tensor | None]) -> None:
 def install(patch: pytest.MonkeyPatch | None = None, device: str = "cpu") -> Recorder:
     """Record and replay on a device until `patch` is undone, by default until the process ends."""
     patch = patch or pytest.MonkeyPatch()
-    patch.setattr(replayed, "CudaGraphPair", recorder := Recorder())
+    patch.setattr(cuda_graph, "CudaGraphPair", recorder := Recorder())
     patch.setattr(options, "cuda_graphs", lambda: True)
     patch.setattr(limits, "DEVICE", device)
     # the functions themselves count what they write to
-    patch.setattr(replayed, "increment_version", lambda tensor: None)
+    patch.setattr(cuda_graph, "increment_version", lambda tensor: None)
     return recorder

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from te_transform.backends.fp8.fp8_only import StoredForms
 from te_transform.execution.division import RankGroup
 from te_transform.execution.rerun import RunGraph
 
@@ -29,6 +30,7 @@ class Function:
         ranks: the ranks of a divided model. A recording calls the function several times, and each of these
             calls runs collectives, so all ranks must record the same call. Addresses differ per rank, so they
             are not part of the signature. If they changed since the recording, the function runs.
+        forms: of the arguments that are FP8-only. `run` and the indices are those of opened() arguments.
     """
 
     run: RunGraph
@@ -37,6 +39,7 @@ class Function:
     states: Sequence[int]
     note: Callable[[str], None]
     ranks: RankGroup | None = None
+    forms: StoredForms = field(default_factory=dict)
 
     @property
     def changes(self) -> list[int]:
@@ -59,7 +62,7 @@ class CallSignature:
     refused: bool = False
     changes: int = 0  # changes of `wanted` after a recording
     copies_gradients: bool = False  # True if something other than `.grad` held a gradient
-    graphs: Any = None  # the GraphRecording, see replayed.py
+    graphs: Any = None  # the GraphRecording, see executors/cuda_graph.py
     waiting: Callable[[], Any] | None = None  # a weak reference to the last forward without a backward
 
     def knows_gradients(self) -> bool:

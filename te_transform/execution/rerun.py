@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from te_transform.backends.fp8.registry import known_as
-from te_transform.execution.writes import unwritten
+from te_transform.backends.joined import check_unwritten, versions_of
+from te_transform.execution.writes import Writes, unwritten
 
 RunGraph = Callable[..., Sequence[Any]]
 
@@ -92,3 +93,64 @@ def random_state(device: torch.device) -> Tensor:
 def set_random_state(device: torch.device, state: Tensor) -> None:
     """Set the state of the device's random generator."""
     torch.cuda.set_rng_state(state, device) if device.type == "cuda" else torch.set_rng_state(state)
+
+
+NotedTensor = tuple[Tensor, int, int]  # with its version and address
+
+
+def noted_tensors(tensors: Sequence[Tensor]) -> list[NotedTensor]:
+    """Note version and address of tensors, to detect writes and moves before the backward."""
+    return [(tensor, version, tensor.data_ptr()) for tensor, version in versions_of(tensors)]
+
+
+def check_unchanged(noted: Sequence[NotedTensor]) -> None:
+    """Raise if a noted tensor was written to or moved.
+
+    Raises:
+        RuntimeError: a tensor has another version or another address.
+    """
+    check_unwritten([(tensor, version) for tensor, version, _ in noted])
+    for tensor, _, address in noted:
+        if tensor.data_ptr() != address:
+            raise RuntimeError(
+                f"expected a tensor of shape {list(tensor.shape)} at the address of the forward, got a new "
+                "one before the backward of a CUDA graph; assign to .data after the backward, or convert "
+                "with graphs=False"
+            )
+
+
+class CallStart:
+    """The arguments of a call and the modes that it starts in, for a rerun in a backward.
+
+    Args:
+        arguments: of the call.
+        trained: the indices of the arguments that need a gradient.
+        writes: the indices of the arguments that the call writes to.
+        reads: the indices of the tensors that it does not write to.
+    """
+
+    def __init__(
+        self, arguments: Sequence[Any], trained: Sequence[int], writes: Sequence[int], reads: Sequence[int]
+    ):
+        self.arguments, self.trained, self.writes, self.before = arguments, trained, writes, Writes()
+        self.before.note([arguments[index] for index in writes])
+        self.device = arguments[trained[0]].device
+        self.random, self.autocast = random_state(self.device), autocast_now(self.device.type)
+        self.read = noted_tensors([arguments[index] for index in reads])
+
+    def gradients(self, run: RunGraph, grads: Mapping[int, Tensor]) -> tuple[Tensor | None, ...]:
+        """Rerun the call and return the gradients of its trained arguments.
+
+        Args:
+            run: the function that was called.
+            grads: the gradients of outputs, by the indices of the outputs.
+        """
+        check_unchanged(self.read)
+        is_recorded = torch.is_grad_enabled()
+        with as_it_was(self.arguments, self.writes), torch.enable_grad():
+            set_random_state(self.device, self.random)
+            self.before.undo()
+            with torch.autocast(**self.autocast):
+                outputs, trained = call_on_views(run, self.arguments, self.trained)
+            used = [outputs[index] for index in grads]
+            return gradients_of(used, trained, [*grads.values()], create_graph=is_recorded)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import te_transform
-from te_transform.execution.replayed import MAX_SIGNATURES
+from te_transform.execution.executors.cuda_graph import MAX_SIGNATURES
 from tests.attacks import OTHER, WIDTH, Block, Pair, X, observed
 from tests.compilers import Compiler
 from tests.conversions import ALL, EVERYWHERE, error, gradients, run

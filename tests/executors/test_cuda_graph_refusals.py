@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import te_transform
 from te_transform import OptionError
 from te_transform.execution.call_signature import Function
-from te_transform.execution.replayed import Replayed
+from te_transform.execution.executors.cuda_graph import Replayed
 from tests import recordings
 from tests.attacks import WIDTH, Block, X
 from tests.executors.helpers import Deep, notes, replayed

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import te_transform
-from te_transform.execution import recording_check, replayed
+from te_transform.execution import recording_check
+from te_transform.execution.executors import cuda_graph
 from tests.conversions import run
 from tests.executors.helpers import Deep
 from tests.gpu.zoo import error, gradients, hold_in_fp8, model_of, overwrite_free_memory, sample
@@ -31,13 +32,13 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
         return SimpleNamespace(replay=replay, reset=graph.reset)
 
-    class Counted(replayed.CudaGraphPair):
+    class Counted(cuda_graph.CudaGraphPair):
         def __init__(self, *arguments: Any):
             super().__init__(*arguments)
             found["recorded"] += 1
             self.first, self.second = counted("forward", self.first), counted("backward", self.second)
 
-    monkeypatch.setattr(replayed, "CudaGraphPair", Counted)
+    monkeypatch.setattr(cuda_graph, "CudaGraphPair", Counted)
     return found
 
 
