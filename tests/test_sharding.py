@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from te_transform.parallel.collectives import Ranks, Redistribution, Shards, redistributed
 from te_transform.parallel.layout import ShardLayout, lay_out
 from te_transform.parallel.sharded import on_shards
+from te_transform.parallel.sharding import Refusal, step
 from tests.captures import FORMS, Captured, canonicalize, capture, executable
 from tests.conversions import each
 from tests.threads import in_threads
@@ -177,6 +180,50 @@ def test_in_place_writes_are_not_put_on_shards() -> None:
     (captured,) = capture(Writing(), (torch.randn(4, 8),), dynamic=False)
     up = lay_out(canonicalize(captured.module.graph), 2).places[0]
     assert up.reasons == ("the model writes in place to them, but their values must stay",)
+
+
+def reshaped(before: Sequence[int], after: Sequence[int], shards: Shards, ranks: int) -> Shards | str:
+    """The shards after a reshape, or why there are none."""
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    node = graph.call_function(torch.reshape, (x, tuple(after)))
+    for held, shape in ((x, before), (node, after)):
+        held.meta["example_value"] = torch.empty(*shape, device="meta")
+    try:
+        return step(node, {x: shards}, ranks).shards
+    except Refusal as refusal:
+        return refusal.reason
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize(
+    ("before", "after", "shards"),
+    [
+        ((3, 24), (3, 4, 6), Shards(-1, (24,))),
+        ((3, 4, 6), (3, 24), Shards(-2, (4,))),
+        ((3, 24), (3, 2, 4, 3), Shards(-1, (12, 12))),
+        ((3, 6, 4), (3, 24), Shards(-2, (6,))),
+        ((3, 6, 4), (3, 8, 3), Shards(-2, (6,))),
+        ((2, 2), (4,), Shards(-2, (2,))),
+        ((3, 5), (1, 3, 5), Shards(-1, (5,))),
+    ],
+)
+def test_a_reshape_keeps_each_ranks_numbers(
+    before: Sequence[int], after: Sequence[int], shards: Shards, ranks: int
+) -> None:
+    """Also if the ranks divide the dimension after the reshape, but not the one before it."""
+    found = reshaped(before, after, shards, ranks)
+    if isinstance(found, str):
+        assert found.endswith(f"{ranks} ranks do not divide it")
+        return
+    numbers = torch.arange(math.prod(before))
+    for rank in range(ranks):
+        own, expected = (
+            torch.cat([numbers.view(*shape).narrow(each.dim, at, end - at)
+                       for at, end in each.bounds(rank, ranks)], each.dim).flatten()
+            for shape, each in ((before, shards), (after, found))
+        )  # fmt: skip
+        assert torch.equal(own, expected)
 
 
 class Heads(nn.Module):

@@ -162,28 +162,32 @@ def _softmax_step(node: fx.Node, held: Held, ranks: int) -> ShardingStep:
 
 def _sdpa_step(node: fx.Node, held: Held, ranks: int) -> ShardingStep:
     query, key, value_, mask = node.args[:4]
-    found = [held.get(x) for x in (query, key, value_)]
     whole = tuple(x for x in (query, key, value_) if x not in held)
     if whole:
         raise Refusal("not all of query, key and value are sharded, but linears must make all of them",
                       whole=whole)  # fmt: skip
+    of_query, of_keys, of_values = found = [held[x] for x in (query, key, value_)]
     if any(shards.dim not in (-3, -4) or len(shards.parts) > 1 for shards in found):
         raise Refusal("attention is not sharded by heads, but it needs whole heads")
-    of_masks = [held.get(x, found[0]) for x in (mask, argument(node, "hidden"))]
-    if found[1] != found[2] or of_masks != [found[0]] * 2:
-        raise Refusal("query, keys and mask are in different shards, but attention needs equal ones")
-    pick = ()
-    if (of_keys := found[1]).copies > 1:
-        # heads repeated for all queries are more than this rank's queries need
-        pick = (key, value_) if of_keys.size == found[0].size else ()
-        if found[0].copies > 1 or not (pick or of_keys.size == of_keys.shares(ranks)):
-            raise Refusal("ranks have copies of several key heads, but each rank needs one")
     masks = [x for x in (mask, argument(node, "hidden")) if isinstance(x, fx.Node)]
-    same = [x for x in masks if x not in held and _size_or_one(x, found[0].dim) == found[0].size > 1]
-    share = dict.fromkeys(same, found[0])
+    if of_keys != of_values or any(held.get(x, of_query) != of_query for x in masks):
+        raise Refusal("query, keys and mask are in different shards, but attention needs equal ones")
+    per_head = [x for x in masks if _size_or_one(x, of_query.dim) == of_query.size > 1]
+    share = {x: of_query for x in per_head if x not in held}
     if (sinks := argument(node, "sinks")) is not None:
-        share[sinks] = replace(found[0], dim=-1)
-    return ShardingStep(found[0], share=share, pick=pick)
+        share[sinks] = replace(of_query, dim=-1)
+    pick = (key, value_) if _has_other_keys(of_query, of_keys, ranks) else ()
+    return ShardingStep(of_query, share=share, pick=pick)
+
+
+def _has_other_keys(of_query: Shards, of_keys: Shards, ranks: int) -> bool:
+    """Return True if a rank has copies of more keys than its queries need: heads repeated for all queries."""
+    if of_keys.copies == 1:
+        return False
+    is_repeated, is_one = of_keys.size == of_query.size, of_keys.size == of_keys.shares(ranks)
+    if of_query.copies > 1 or not (is_repeated or is_one):
+        raise Refusal("ranks have copies of several key heads, but each rank needs one")
+    return is_repeated
 
 
 def _batched_product_step(node: fx.Node, held: Held, ranks: int) -> ShardingStep:
@@ -201,36 +205,36 @@ def _reshape_step(node: fx.Node, held: Held, ranks: int) -> ShardingStep:
 
 
 def _reshaped_shards(before: tuple[int, ...], after: tuple[int, ...], shards: Shards, ranks: int) -> Shards:
-    """Return the shards of a tensor after a reshape from `before` to `after`."""
+    """Return the shards of a tensor after a reshape from `before` to `after`.
+
+    A part of the sharded dimension and the dimensions behind it are a block of memory, of which each rank has
+    an equal share. After the reshape, the sharded dimension is the one that divides the same blocks.
+    """
     is_empty = [size == 0 for size in after]
     before, after = _without_zeros(before, after)
     at = len(before) + shards.dim
     old, new = next((old, new) for old, new in _dim_groups(before, after) if at in old)
-    sizes = [size for size in (after[i] for i in new) if size != 1]
-    alike = shards.copies > 1 and shards.shares(ranks) == 1  # each rank has the whole dimension, one head
-    if alike and new[0] > 0 and after[new[0] - 1] == 1:
+    is_one_head = shards.copies > 1 and shards.shares(ranks) == 1  # each rank has the whole dimension
+    if is_one_head and new[0] > 0 and after[new[0] - 1] == 1:
         return Shards(new[0] - 1 - len(after), (1,), shards.copies)
-    stays = sizes == [shards.size] and [before[i] for i in old if before[i] != 1] == sizes
-    if stays and not alike:
-        return shards.on(next(i for i in new if after[i] == shards.size) - len(after))
-    many, part = len(shards.parts), shards.parts[0]
+    others = [i for i in new if after[i] != 1]
+    is_same_dim = [before[i] for i in old if before[i] != 1] == [after[i] for i in others] == [shards.size]
+    if is_same_dim and not is_one_head:  # only dimensions of size 1 come and go
+        return shards.on(others[0] - len(after))
     if len(set(shards.parts)) > 1:
         raise Refusal("unequal parts of a product are reshaped together, but they must be equal")
-    outer = math.prod(before[i] for i in old if i < at) * many
-    inner = math.prod(before[i] for i in old if i > at)
+    block = shards.parts[0] * math.prod(before[i] for i in old if i > at)
     for i in new:
-        lead, size = math.prod(after[j] for j in new if j < i), after[i]
-        rest = math.prod(after[j] for j in new if j > i)
-        repeats, remainder = divmod(outer, lead)
-        if remainder or size % repeats or size // repeats * rest != part * inner:
+        part, remainder = divmod(block, math.prod(after[j] for j in new if j > i))
+        if remainder or not part or after[i] % part or (part == 1 and not is_one_head):
             continue
-        if size == repeats and not alike:
-            continue
-        if size // repeats % shards.shares(ranks):
+        uneven = next((size for size in (part, shards.parts[0]) if size % shards.shares(ranks)), None)
+        if uneven is not None:
             raise Refusal(
-                f"a dimension of {size // repeats} must be divided, but {ranks} ranks do not divide "
-                "it", indivisible=True)  # fmt: skip
-        parts = (0,) if is_empty[i] else (size // repeats,) * repeats
+                f"a dimension of {uneven} must be divided, but {ranks} ranks do not divide it",
+                indivisible=True,
+            )
+        parts = (0,) if is_empty[i] else (part,) * (after[i] // part)
         return Shards(i - len(after), parts, shards.copies)
     raise Refusal("a reshape mixes shards, but must keep them apart")
 
