@@ -6,8 +6,8 @@ import threading
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import compress, count
-from typing import Any
+from itertools import count
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -328,31 +328,55 @@ def what_is(mask: Tensor, hidden_rows: Tensor | None = None, beside_sinks: bool 
           gets no other answer.
     """
     with torch.no_grad():
+        facts = _MaskFacts.of(mask, hidden_rows)
+    if facts.is_exact:
+        if facts.keeps_all:
+            return FULL
+        if facts.is_causal:
+            return CAUSAL
+        band = band_of(facts.measured, *mask.shape[-2:]) if facts.measured else None
+        # a row that a floating-point mask masks fully is uniform or NaN, but zero if the attention has sinks
+        if band is not None and (not band.blind or beside_sinks or mask.dtype is torch.bool):
+            return band
+    return SEEING if facts.sees else None
+
+
+class _MaskFacts(NamedTuple):
+    """The facts about the values of a mask that classify it.
+
+    Attributes:
+        sees: True if every query sees a key of a floating-point mask.
+        is_exact: True if the mask only keeps and masks keys, and masks no row by a finite number.
+        keeps_all: True if the mask keeps all keys.
+        is_causal: True if the mask keeps the keys up to the query's position.
+        measured: see bands.measure(); empty if no kernel for bands exists.
+    """
+
+    sees: bool
+    is_exact: bool = False
+    keeps_all: bool = False
+    is_causal: bool = False
+    measured: Sequence[int] = ()
+
+    @classmethod
+    def of(cls, mask: Tensor, hidden_rows: Tensor | None) -> _MaskFacts:
+        """Read all facts with one synchronization."""
         sees = _every_query_sees(mask)
         if is_bias(mask):
-            return SEEING if sees else None
+            return cls(bool(sees))
         keep, (queries, keys) = kept_keys(mask), mask.shape[-2:]
-        well = keep.new_ones(()) if hidden_rows is None else ~hidden_rows.any()
+        is_exact = keep.new_ones(()) if hidden_rows is None else ~hidden_rows.any()
         if mask.dtype is not torch.bool:
-            well = well & (keep | (mask <= torch.finfo(mask.dtype).min)).all()
-        found = {FULL: keep.all()}
+            is_exact = is_exact & (keep | (mask <= torch.finfo(mask.dtype).min)).all()
+        is_causal = keep.new_zeros(())
         if queries == keys:
             causal = torch.ones(queries, keys, dtype=torch.bool, device=mask.device).tril()
-            found[CAUSAL] = (keep == causal).all()
-        facts = torch.stack([sees, well, *found.values()]).long()
+            is_causal = (keep == causal).all()
+        facts = torch.stack([sees, is_exact, keep.all(), is_causal]).long()
         if _may_be_banded(mask):
             facts = torch.cat([facts, measure(keep)])
-        sees, is_well, *facts = facts.tolist()  # the only synchronization
-        otherwise = SEEING if sees else None
-        if not is_well:
-            return otherwise
-        answer, measured = next(compress(found, facts), None), facts[len(found) :]
-        if answer or not measured:
-            return answer or otherwise
-        band = band_of(measured, queries, keys)
-        # a row that a floating-point mask masks fully is uniform or NaN, but zero if the attention has sinks
-        is_zero = beside_sinks or mask.dtype is torch.bool
-        return otherwise if band is None or (band.blind and not is_zero) else band
+        sees, is_exact, keeps_all, is_causal, *measured = facts.tolist()
+        return cls(sees, is_exact, keeps_all, is_causal, measured)
 
 
 def _every_query_sees(mask: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -141,16 +141,16 @@ def _fused_attention(graph: fx.Graph, match: Match) -> tuple[Callable, tuple] | 
     grouped = lift.merged == _HEADS
     if not grouped and not _heads_agree(query, key, value):
         return None
-    masks = _query_and_mask(lift, query, found)
-    if masks is None:
+    masking = _masking(lift, query, found)
+    if masking is None:
         return None
-    query, mask, *filled = masks
+    query, mask, *fill_and_hidden = masking
     wide_scores = dtype_of(found["scores"]).itemsize > dtype_of(query).itemsize
     if sinks is not None:
         sinks = lift.insert(torch.reshape, (sinks, shape_of(query)[1:2]))
     how = (found.get("dropout_p", 0.0), False, _scale(found), grouped, wide_scores)
-    rest = (sinks, *filled) if filled else () if sinks is None else (sinks,)
-    arguments = (query, key, value, mask, *how, *rest)
+    rest = (sinks, *fill_and_hidden)
+    arguments = (query, key, value, mask, *how, *(() if rest == (None, None, None) else rest))
     if len(shape_of(root)) == 4 and "emptied" not in found:
         return ops.sdpa, arguments
     same_width = same_shape(shape_of(query)[-1:], shape_of(value)[-1:])
@@ -332,32 +332,72 @@ class _Lift:
         return x.args[0] if negated else self.insert(torch.logical_not, (x,), like=x)
 
 
-def _query_and_mask(lift: _Lift, query: fx.Node, found: dict[str, Any]) -> tuple | None:
-    """Return the query and mask for the op, or None if the op has no such mask.
+class _Masking(NamedTuple):
+    """The arguments of the op that mask keys; see ops.sdpa().
 
-    If scores were filled, the tuple may also have the fill and the hidden keys.
+    Attributes:
+        query: zero in rows whose keys are all filled with a finite number.
+        mask: the mask, or numbers to add to the scores.
+        fill: the finite score of hidden keys.
+        hidden: the hidden keys, if the mask has other numbers too.
     """
+
+    query: fx.Node
+    mask: fx.Node | None
+    fill: float | None = None
+    hidden: fx.Node | None = None
+
+
+def _masking(lift: _Lift, query: fx.Node, found: dict[str, Any]) -> _Masking | None:
+    """Return how the op masks keys, or None if it cannot."""
     added = [found[name] for name in ("bias", "mask", "later") if name in found]
     if not all(dtype_of(node) in (dtype_of(query), torch.float32) and shape_of(node) for node in added):
         return None
-    bias, factor = lift(found["bias"], found["biased"]) if "bias" in found else None, _factor(found, "masked")
+    bias = lift(found["bias"], found["biased"]) if "bias" in found else None
     if "fill" in found:
-        if "sinks" in found:  # a fully hidden row would give its whole probability to the sink
-            return None
-        fill, least = _scaled_fill(found, factor), ABSORBS if "later" in found else HIDES
-        if fill is None or not fill <= least or (hidden := _hidden(lift, found)) is None:
-            return None
-        if "emptied" in found:  # rows of -inf would be NaN before they are emptied
-            fill = max(fill, torch.finfo(torch.float32).min)
-        if "later" in found:
-            return _filled_and_added(lift, query, hidden, fill, bias, found)
-        return _filled(lift, query, hidden, fill, bias)
-    mask = bias
+        return _filled_scores(lift, query, bias, found)
+    mask, factor = bias, _factor(found, "masked")
     if "mask" in found:
         mask = lift(found["mask"], found["masked"])
         mask = mask if bias is None else lift.insert(torch.add, (mask, bias))
     scaled = mask is not None and factor != 1  # the model scales the sum of scores and mask
-    return query, lift.insert(torch.mul, (mask, factor)) if scaled else mask
+    return _Masking(query, lift.insert(torch.mul, (mask, factor)) if scaled else mask)
+
+
+def _filled_scores(
+    lift: _Lift, query: fx.Node, bias: fx.Node | None, found: dict[str, Any]
+) -> _Masking | None:
+    """Return how the op masks the keys whose scores are filled with a number, or None if it cannot."""
+    fill, later = _scaled_fill(found, _factor(found, "masked")), found.get("later")
+    # a fully hidden row would give its whole probability to the sink
+    if "sinks" in found or fill is None:
+        return None
+    if not fill <= (HIDES if later is None else ABSORBS) or (hidden := _hidden(lift, found)) is None:
+        return None
+    if "emptied" in found:  # rows of -inf would be NaN before they are emptied
+        fill = max(fill, torch.finfo(torch.float32).min)
+    if later is not None:
+        return _Masking(query, _fill_and_later(lift, hidden, fill, bias, found), None, hidden)
+    if bias is None and fill == -math.inf:
+        return _Masking(query, lift.negate(hidden))
+    if bias is None:  # with a finite fill a fully hidden row is uniform; with -inf it would be NaN
+        rows = lift.insert(ops.hidden_rows, (hidden,))
+        query = lift.insert(ops.zero_hidden, (query, rows), like=query)
+        return _Masking(query, lift.insert(ops.kept, (hidden, rows), like=hidden), fill)
+    if ABSORBS >= fill >= torch.finfo(dtype_of(bias)).min:
+        return _Masking(query, lift.insert(torch.where, (hidden, fill, bias)), None, hidden)
+    return _Masking(query, lift.insert(torch.masked_fill, (bias, hidden, -math.inf)), fill, hidden)
+
+
+def _fill_and_later(
+    lift: _Lift, hidden: fx.Node, fill: float, bias: fx.Node | None, found: dict[str, Any]
+) -> fx.Node:
+    """Return the mask for filled scores plus a mask (GPT-Neo: causal fill, padding mask)."""
+    later = lift(found["later"], found["added"])
+    if dtype_of(later).itemsize < torch.float32.itemsize:  # the fill may exceed the range of 16 bits
+        later = lift.insert(ops.cast, (later, torch.float32))
+    kept = later if bias is None else lift.insert(torch.add, (later, bias))
+    return lift.insert(torch.where, (hidden, lift.insert(torch.add, (later, fill)), kept))
 
 
 def _hidden(lift: _Lift, found: dict[str, Any]) -> fx.Node | None:
@@ -371,31 +411,6 @@ def _hidden(lift: _Lift, found: dict[str, Any]) -> fx.Node | None:
         condition = lift(condition, found[role])
         filled.append(lift.negate(condition) if kept in found else condition)
     return filled[0] if len(filled) == 1 else lift.insert(torch.logical_or, tuple(filled))
-
-
-def _filled(lift: _Lift, query: fx.Node, hidden: fx.Node, fill: float, bias: fx.Node | None) -> tuple:
-    if bias is None and fill == -math.inf:
-        return query, lift.negate(hidden)
-    if bias is not None and ABSORBS >= fill >= torch.finfo(dtype_of(bias)).min:
-        return query, lift.insert(torch.where, (hidden, fill, bias)), None, hidden
-    if bias is not None:
-        return query, lift.insert(torch.masked_fill, (bias, hidden, -math.inf)), fill, hidden
-    # with a finite fill a fully hidden row is uniform; with -inf it would be NaN
-    rows = lift.insert(ops.hidden_rows, (hidden,))
-    query = lift.insert(ops.zero_hidden, (query, rows), like=query)
-    return query, lift.insert(ops.kept, (hidden, rows), like=hidden), fill, None
-
-
-def _filled_and_added(
-    lift: _Lift, query: fx.Node, hidden: fx.Node, fill: float, bias: fx.Node | None, found: dict[str, Any]
-) -> tuple:
-    """Return the op's arguments for filled scores plus a mask (GPT-Neo: causal fill, padding mask)."""
-    later = lift(found["later"], found["added"])
-    if dtype_of(later).itemsize < torch.float32.itemsize:  # the fill may exceed the range of 16 bits
-        later = lift.insert(ops.cast, (later, torch.float32))
-    kept = later if bias is None else lift.insert(torch.add, (later, bias))
-    mask = lift.insert(torch.where, (hidden, lift.insert(torch.add, (later, fill)), kept))
-    return query, mask, None, hidden
 
 
 def _scaled_fill(found: dict[str, Any], factor: float) -> float | None:

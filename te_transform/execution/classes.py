@@ -180,9 +180,7 @@ def captured_class(kind: type, skipped: frozenset[str]) -> type:
     if (kind, skipped) not in _SUBCLASSES:
         named = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
         try:
-            made = _metaclass(type(kind))(
-                kind.__name__, (kind,), {**_overridden_methods(kind), "__reduce_ex__": _reduce, **named}
-            )
+            made = _metaclass(type(kind))(kind.__name__, (kind,), {**_overridden_methods(kind), **named})
         except Exception as error:  # from a metaclass, or from the __init_subclass__ of a registry
             raise ModelError(
                 f"expected a class that can be subclassed, got {kind.__name__} ({message_of(error)}); "
@@ -210,16 +208,17 @@ def _metaclass(kind: type) -> type:
 
 def _overridden_methods(kind: type) -> dict[str, Callable[..., Any]]:
     """Return the methods that the subclass of `kind` overrides."""
-    is_plain = isinstance(inspect.getattr_static(kind, "forward"), (FunctionType, functools.partialmethod))
+    return {"forward": _forward_of(kind), "train": _train_of(kind), "__reduce_ex__": _reduce}
 
-    def bound(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Call a forward that is a property or another descriptor."""
-        own = next(base for base in type(self).__mro__ if _ORIGINALS.get(base) is kind)
-        return super(own, self).forward(*args, **kwargs)
+
+def _forward_of(kind: type) -> Callable[..., Any]:
+    """Return a forward that hands calls to the runner, or runs the forward of the user's class."""
+    is_plain = isinstance(inspect.getattr_static(kind, "forward"), (FunctionType, functools.partialmethod))
+    bound = _bound_forward(kind)
 
     @functools.wraps(kind.forward if is_plain else bound)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        own = kind.forward if is_plain else bound
+        own = kind.forward if is_plain else bound  # the user may replace kind.forward later
         # dynamo does not guard hooks for all modules
         if is_capturing() or _has_any_global_hook() or (role := self.__dict__.get(CONVERTED)) is None:
             if is_compiling_here():
@@ -229,6 +228,22 @@ def _overridden_methods(kind: type) -> dict[str, Callable[..., Any]]:
             return own(self, *args, **kwargs)
         return role.runner.call(role, self, own, args, kwargs)
 
+    return forward
+
+
+def _bound_forward(kind: type) -> Callable[..., Any]:
+    """Return a function that calls a forward of `kind` that is a property or another descriptor."""
+
+    def bound(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        own = next(base for base in type(self).__mro__ if _ORIGINALS.get(base) is kind)
+        return super(own, self).forward(*args, **kwargs)
+
+    return bound
+
+
+def _train_of(kind: type) -> Callable[..., nn.Module]:
+    """Return a train() that also lets the model's precision forget the last forward."""
+
     @functools.wraps(kind.train)
     def train(self: nn.Module, mode: bool = True) -> nn.Module:
         role = self.__dict__.get(CONVERTED)
@@ -236,7 +251,7 @@ def _overridden_methods(kind: type) -> dict[str, Callable[..., Any]]:
             role.runner.precision.forget(self)
         return kind.train(self, mode)
 
-    return {"forward": forward, "train": train}
+    return train
 
 
 def _reduce(self: nn.Module, protocol: int) -> Any:

@@ -193,14 +193,11 @@ def invent(model: nn.Module, batch: int = BATCH, length: int = LENGTH, exactly: 
         InputError: the modules do not determine the inputs, the model fails on all candidates, or `exactly`
             is True and it has fewer positions than `length`.
     """
-    tables = sorted({m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)}, reverse=True)
     length = length if exactly else min(length, positions(model)[0])
-    shorter = sorted({*tables, *(length >> times for times in range(1, 32))} - {0}, reverse=True)
-    lengths = [length, *(each for each in shorter if each < length and not exactly)]
-    first: Inputs | None = None
-    failed: Exception | None = None
+    failed: Exception | None = None  # the first error of a size without inputs
+    first: Inputs | None = None  # the first inputs on which the model fails, and its error
     wrong: Exception | None = None
-    for tokens, most in itertools.product(lengths, tables or [0]):
+    for tokens, most in _sizes_to_try(model, length, exactly):
         try:
             inputs = _candidate_inputs(model, batch, tokens, most)
         except InputError as error:
@@ -211,16 +208,26 @@ def invent(model: nn.Module, batch: int = BATCH, length: int = LENGTH, exactly: 
             return _on_its_device(model, inputs)
         first, wrong = first or _on_its_device(model, inputs), wrong or error
         if not isinstance(error, IndexError) and _refuses_one_token(model, batch, most):
-            wrong = None
-            break
-    if exactly and wrong is not None:
+            return first  # no length works: the caller reports the model's error
+    if first is None:
+        raise failed
+    if exactly:
         raise InputError(
             f"expected at most as many tokens as {type(model).__name__} has positions for, got {length} "
             f"({type(wrong).__name__}: {wrong}); pass fewer"
         )
-    if first is None:
-        raise failed
-    return first  # no length works: the caller reports the model's error
+    return first
+
+
+def _sizes_to_try(model: nn.Module, length: int, exactly: bool) -> Iterator[tuple[int, int]]:
+    """Yield lengths, each with limits for ids: `length`, and unless `exactly` shorter ones.
+
+    A table of the model may hold tokens or positions, so the size of each is a limit and a length.
+    """
+    tables = sorted({m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)}, reverse=True)
+    shorter = {size for size in (*tables, *(length >> times for times in range(1, 32))) if 0 < size < length}
+    lengths = [length, *(() if exactly else sorted(shorter, reverse=True))]
+    return itertools.product(lengths, tables or [0])
 
 
 def positions(model: nn.Module) -> tuple[int, str]:

@@ -267,20 +267,24 @@ def _of_site(site: Site, in_fp8: bool, delayed: bool) -> _Step:
         return _of_chunked_loss(node, data)
     if (told := site.fused.step_memory(*node.args)) is not None:
         return _Step(node, data, *told)
-    if not site.weights:
-        return _Step(node)  # a rotation
+    return _of_products(site, data, in_fp8, delayed) if site.weights else _Step(node)  # a rotation
+
+
+def _of_products(site: Site, data: list[fx.Node], in_fp8: bool, delayed: bool) -> _Step:
+    """Return the memory of a linear, or of an MLP, with or without a norm."""
+    node, result = site.node, site.result
     weights = [value(node.args[position]) for position in site.fused.PRODUCTS]
     parameters = {p for argument in node.args for p in stored_in(argument) if is_parameter(p)}
     outs, ins = weights[0].shape
-    result = site.result
     rows, each = numel_of(result) // (shape_of(result)[-1] or 1), 1 if in_fp8 else weights[0].element_size()
     step = _Step(node, data, gradients=sum(bytes_of(p) for p in parameters if value(p).requires_grad))
-    step.own = 2 * sum(weight.numel() for weight in weights) if in_fp8 else 0
-    step.transient = 2 * rows * outs if in_fp8 else 0  # the gradient of the output, plain and transposed
     if isinstance(site.fused, plain.LayerNormLinear):
-        step.own += rows * (ins * each + 8)
+        step.own = rows * (ins * each + 8)
     elif in_fp8:
-        step.own, step.storages = step.own + rows * ins, []
+        step.own, step.storages = rows * ins, []
+    if in_fp8:
+        step.own += 2 * sum(weight.numel() for weight in weights)
+        step.transient = 2 * rows * outs  # the gradient of the output, plain and transposed
     if len(weights) == 2:
         _add_mlp(step, rows, outs, weights[1].shape[1], each, delayed)
     return step

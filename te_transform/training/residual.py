@@ -104,17 +104,21 @@ def residual(plan: Plan) -> Residual:
             found.append(made)
         else:
             refused[path] = made
-    matrices = {layer: {node for node in layer.weights() if value(node).dim() > 1} for layer in found}
-    read = Counter(node for nodes in matrices.values() for node in nodes)
-    refused |= {
-        layer.path: SHARED_WEIGHT for layer in found if any(read[node] > 1 for node in matrices[layer])
-    }
-    found = [layer for layer in found if refused.get(layer.path) != SHARED_WEIGHT]
-    kept = [layer for layer in found if not any(layer.inside < other.inside for other in found)]
-    refused |= {layer.path: NESTED_LAYER for layer in found if layer not in kept}
-    if not found and not refused:
-        refused |= {path: NOT_NORMALIZED.format(path or "top level") for path in _post_norms(plan.before)}
-    return Residual(tuple(kept), refused)
+    shared = _paths_with_shared_weights(found)
+    refused |= dict.fromkeys(shared, SHARED_WEIGHT)
+    own = [layer for layer in found if layer.path not in shared]
+    nested = {layer for layer in own if any(layer.inside < other.inside for other in own)}
+    refused |= {layer.path: NESTED_LAYER for layer in nested}
+    if not own and not refused:
+        refused = {path: NOT_NORMALIZED.format(path or "top level") for path in _post_norms(plan.before)}
+    return Residual(tuple(layer for layer in own if layer not in nested), refused)
+
+
+def _paths_with_shared_weights(layers: Sequence[Layer]) -> set[str]:
+    """Return the paths of layers with a matrix that another layer reads too."""
+    matrices = {layer: {node for node in layer.weights() if value(node).dim() > 1} for layer in layers}
+    readers = Counter(node for nodes in matrices.values() for node in nodes)
+    return {layer.path for layer, nodes in matrices.items() if any(readers[node] > 1 for node in nodes)}
 
 
 def unreached_arguments(layers: Sequence[Layer]) -> list[fx.Node]:

@@ -56,25 +56,45 @@ class Outputs:
         buffers = _buffers(model)
         updated = _names_of_changed(buffers_before, buffers)
         if not self.dtypes:
-            self.dtypes = {name: tensor.dtype for name, tensor in (found | held).items()}
-            self.results = [*found]
-            self.updated = updated
-            self.names = {self.rename(name) or "": name for name in buffers}
-        if not found.keys() & {*self.results} and len(found) == len(self.results):
-            found = dict(zip(self.results, found.values(), strict=True))
-        found |= held
+            self._note_first(found, held, buffers, updated)
+        outputs = self._renamed(found) | held
         if self.autocast:
-            found = {name: in_dtype(tensor, self.dtypes.get(name)) for name, tensor in found.items()}
-        saved = set(map(plain_name, model.state_dict()))  # others may be caches
+            outputs = {name: in_dtype(tensor, self.dtypes.get(name)) for name, tensor in outputs.items()}
+        outputs |= self._updated_buffers(model, buffers, updated)
+        written = {name: given[name] for name in _names_of_changed(given_before, given)}
+        outputs |= {f"written input {name}": copy for name, copy in _copies(written).items()}
+        active = torch.ones((), dtype=torch.bool, device="cpu")
+        outputs |= {f"{DROPOUT}{p:g}": active for p in dropouts.probabilities}
+        return {name: self.visible(name, tensor) for name, tensor in outputs.items()}
+
+    def _note_first(
+        self,
+        found: dict[str, Tensor],
+        held: dict[str, Tensor],
+        buffers: dict[str, Tensor],
+        updated: list[str],
+    ) -> None:
+        """Note names and dtypes of the first call, which is one of the first model."""
+        self.dtypes = {name: tensor.dtype for name, tensor in (found | held).items()}
+        self.results, self.updated = [*found], updated
+        self.names = {self.rename(name) or "": name for name in buffers}
+
+    def _renamed(self, found: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return the tensors of a result, paired by order with the first model's if all names differ."""
+        if found.keys() & {*self.results} or len(found) != len(self.results):
+            return found
+        return dict(zip(self.results, found.values(), strict=True))
+
+    def _updated_buffers(
+        self, model: nn.Module, buffers: dict[str, Tensor], updated: list[str]
+    ) -> dict[str, Tensor]:
+        """Return copies of the buffers that one of the models updates, if the first has them."""
+        saved, found = set(map(plain_name, model.state_dict())), {}  # others may be caches
         for name, buffer in buffers.items():
             own = name if model is self.first else self.names.get(name, "")
             if own in self.updated or (own and name in updated and name in saved):
                 found[f"{BUFFER}{own}"] = buffer.detach().clone()
-        written = {name: given[name] for name in _names_of_changed(given_before, given)}
-        found |= {f"written input {name}": copy for name, copy in _copies(written).items()}
-        active = torch.ones((), dtype=torch.bool, device="cpu")
-        found |= {f"{DROPOUT}{p:g}": active for p in dropouts.probabilities}
-        return {name: self.visible(name, tensor) for name, tensor in found.items()}
+        return found
 
 
 def _copies(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -343,20 +343,26 @@ def _attention_in_ops(
         mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
     if fill is not None or filled is not None:
         scores = ops.filled(scores * factor, mask, fill, filled)
-    elif mask is None or mask.dtype is torch.bool:
-        scores = scores * factor
-        # with sinks, a row that sees no key must not be NaN, even if the sink is -inf
-        fill = -torch.inf if sinks is None else torch.finfo(scores.dtype).min
-        scores = scores if mask is None else scores.masked_fill(~mask, fill)
-    elif compiling.get():  # inductor would replace softmax(scores + mask) by a fused kernel
-        scores = scores * factor - (-mask)
     else:
-        scores = torch.add(mask, scores, alpha=factor)
+        # with sinks, a row that sees no key must not be NaN, even if the sink is -inf
+        lowest = -torch.inf if sinks is None else torch.finfo(scores.dtype).min
+        scores = _scaled_and_masked(scores, factor, mask, lowest)
     if sinks is not None:
         beside = sinks.view(-1, 1, 1).expand(*scores.shape[:-1], 1)
         scores = torch.cat((scores, beside), -1)
     weights = scores.softmax(-1).to(value.dtype)[..., : key.shape[-2]]
     return (F.dropout(weights, dropout_p) if dropout_p else weights) @ value
+
+
+def _scaled_and_masked(scores: Tensor, factor: float, mask: Tensor | None, lowest: float) -> Tensor:
+    """Return `scores * factor` plus a mask of numbers, or `lowest` at the keys that a boolean mask masks."""
+    if mask is None:
+        return scores * factor
+    if mask.dtype is torch.bool:
+        return (scores * factor).masked_fill(~mask, lowest)
+    if compiling.get():  # inductor would replace softmax(scores + mask) by a fused kernel
+        return scores * factor - (-mask)
+    return torch.add(mask, scores, alpha=factor)
 
 
 def _math(query: Tensor, key: Tensor, value: Tensor, mask: Given, *rest: Any) -> Tensor:

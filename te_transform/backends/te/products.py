@@ -48,30 +48,39 @@ class _TEProduct(MatrixProduct):
             return self._for_compiler(scaling_of(FP8GlobalStateManager.get_fp8_recipe()), state, x, tensors)
         if traced():
             return self.plain(plain.product, x, *tensors)
-        weights = self._weights(tensors)
+        weights, is_on = self._weights(tensors), FP8GlobalStateManager.is_fp8_enabled()
         kernel, gradients = self._kernel(weights, tensors[-1] is not None), gradient_sums_of(weights)
-        enabled = FP8GlobalStateManager.is_fp8_enabled()
         # torch.utils.checkpoint repeats a forward within the backward, where no autocast is active
-        call = kernel.call_again() if not enabled and in_backward() else None
+        call = kernel.call_again() if not is_on and in_backward() else None
         if call is not None:
             return self._repeat(kernel, call, x, tensors, gradients)
-        in_fp8 = enabled and in_recipe(weights[0], self.in_fp8)
+        in_fp8 = is_on and in_recipe(weights[0], self.in_fp8)
         if not (in_fp8 or gradients or self._may_gain()):
             return self.plain(plain.product, x, *tensors)
-        why = self._why_plain(x, weights, in_fp8, gradients is not None)
-        allowed = in_fp8 and why is None
-        kernel.calibrating = allowed and not self._has_scales(
-            kernel, FP8GlobalStateManager.get_fp8_recipe(), weights, _needs_gradient(x, *tensors)
-        )
-        kernel.in_fp8 = allowed and not kernel.calibrating
-        if _may_be_repeated() and (enabled or kernel.calls.noted):
-            kernel.note_call()
-        if why or kernel.calibrating:
-            self.plain_calls[why or _CALIBRATING] += 1
+        why = self._prepare(kernel, x, tensors, in_fp8, gradients is not None)
+        if why is not None:
+            self.plain_calls[why] += 1
             return self.plain(kernel.seen.product() if kernel.calibrating else plain.product, x, *tensors)
-        if not in_fp8:
-            return self._in_its_dtype(kernel, x, tensors, gradients)
-        return self._in_fp8(kernel, x, tensors, gradients)
+        run = self._in_fp8 if in_fp8 else self._in_its_dtype
+        return run(kernel, x, tensors, gradients)
+
+    def _prepare(
+        self,
+        kernel: Kernel,
+        x: Tensor,
+        tensors: Sequence[Tensor | None],
+        in_fp8: bool,
+        adds_gradients: bool,
+    ) -> str | None:
+        """Set the mode of the kernel for a call. Return why the call runs in plain PyTorch, or None."""
+        weights = self._weights(tensors)
+        why = self._why_plain(x, weights, in_fp8, adds_gradients)
+        allowed, recipe = in_fp8 and why is None, FP8GlobalStateManager.get_fp8_recipe()
+        is_ready = allowed and self._has_scales(kernel, recipe, weights, _needs_gradient(x, *tensors))
+        kernel.in_fp8, kernel.calibrating = is_ready, allowed and not is_ready
+        if _may_be_repeated() and (FP8GlobalStateManager.is_fp8_enabled() or kernel.calls.noted):
+            kernel.note_call()
+        return _CALIBRATING if kernel.calibrating else why
 
     def _may_gain(self) -> bool:
         """Return True if TE's module runs in the weights' own dtype too, because it gains or is verified."""
