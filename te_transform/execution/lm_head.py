@@ -25,6 +25,7 @@ from te_transform.graph import edit
 from te_transform.graph.nodes import (
     bytes_of,
     changes_state,
+    computed_from,
     is_model_tensor,
     is_random,
     numel_of,
@@ -72,18 +73,17 @@ class Head:
         self.passed = [*dict.fromkeys([*reads, *(node for node in tensors if node not in inside)])]
         self.module, self.inputs = edit.cut_out(graph, nodes, self.own)
         self.rest = edit.without(graph, nodes, self.passed)
-        placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
-        self.argument_indices = {node: index for index, node in enumerate(placeholders)}
+        placeholders = graph.graph.find_nodes(op="placeholder")
+        self.arguments = {node: placeholders.index(node) for node in self.inputs if node.op == "placeholder"}
         self.compile = compile
         self.run: Callable[..., Sequence[Any]] | None = None if compile else self.module.forward
         self.logits = None if compile is None else _beside_a_loss(self.own, reads)
 
     def __call__(self, rest: Callable[..., Sequence[Any]], *arguments: Any) -> list[Any]:
         """Return the outputs of the whole graph. The function `rest` computes the other operations."""
-        values = dict(zip(self.passed, rest(*arguments), strict=True))
-        given = [
-            values[node] if node in values else arguments[self.argument_indices[node]] for node in self.inputs
-        ]
+        values = {node: arguments[index] for node, index in self.arguments.items()}
+        values.update(zip(self.passed, rest(*arguments), strict=True))
+        given = [values[node] for node in self.inputs]
         run = self.run or self._compiled([*map(as_leaf, given)])
         values.update(zip(self.own, run(*given), strict=True))
         return [values[node] if isinstance(node, fx.Node) else node for node in self.outputs]
@@ -182,10 +182,10 @@ def head_of(graph: fx.GraphModule, compile: CompileHead | None, *, recorded: boo
     if not heads:
         return None
     reads = [*dict.fromkeys(head.args[0] for head in heads)]
-    nodes = _without_others(graph, heads, reads)
+    nodes = _head_operations(graph, heads, reads)
     if nodes is None or any(map(is_random, nodes)):
         return None
-    given = set(storages(node for node in graph.graph.nodes if node.op == "placeholder"))
+    given = set(storages(graph.graph.find_nodes(op="placeholder")))
     if recorded and given.intersection(storages(reads)):
         return None
     # The head runs last, so no later operation may write or change the mode.
@@ -206,7 +206,7 @@ def _are_copied(graph: fx.GraphModule, heads: Sequence[fx.Node]) -> bool:
 
 def _work(graph: fx.GraphModule, head: fx.Node) -> int:
     """Return the rows of the head's input times all weight elements, about half of the FLOPs."""
-    weights = [node for node in graph.graph.nodes if node.op == "placeholder" and is_model_tensor(node)]
+    weights = filter(is_model_tensor, graph.graph.find_nodes(op="placeholder"))
     return numel_of(head.args[0]) // shape_of(head.args[1])[1] * sum(map(numel_of, weights))
 
 
@@ -240,17 +240,13 @@ def _all_readers(nodes: Iterable[fx.Node]) -> set[fx.Node]:
     return {*reached(nodes, users_of, lambda node: node.op != "output")}
 
 
-def _without_others(
+def _head_operations(
     graph: fx.GraphModule, heads: Sequence[fx.Node], reads: Sequence[fx.Node]
 ) -> list[fx.Node] | None:
     """Return the heads, their readers, and nodes with no other readers; None if other nodes read them too."""
     own = _all_readers(heads)
-    nodes, waiting = set(), {*own}
-    for node in reversed(graph.graph.nodes):
-        if node in waiting:
-            nodes.add(node)
-            waiting |= {read for read in node.all_input_nodes if read.op != "placeholder"} - {*reads}
     outputs = {node for node in returned(graph.graph) if isinstance(node, fx.Node)}
+    nodes = computed_from(own, lambda node: node in reads or node.op == "placeholder")
     shared = any(node in outputs or not {*node.users} <= nodes for node in nodes - own)
     fused = any(node.op == "call_module" for node in nodes - {*heads})
-    return None if shared or fused or nodes & {*reads} else sorted(nodes)
+    return None if shared or fused or own & {*reads} else sorted(nodes)

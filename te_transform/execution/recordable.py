@@ -34,7 +34,7 @@ class RecordableGraph:
 
     def __init__(self, version: GraphVersion, replayed: Callable[[Function, Head | None], RunGraph]):
         self.version, self.replayed, graph = version, replayed, version.plan.captured.graph
-        placeholders, seen = _placeholders(graph), written(graph)
+        placeholders, seen = graph.find_nodes(op="placeholder"), written(graph)
         self.writes = [index for index, node in enumerate(placeholders) if node in seen]
         self.static_inputs = [stays_in_place(node) or node in seen for node in placeholders]
         self.outputs_overlap = _overlap(returned(graph), placeholders)
@@ -70,7 +70,7 @@ class RecordableGraph:
         if self.outputs_overlap:
             tell(f"a graph {_OVERLAP}")
             return with_head(run, head)
-        return record(run, _placeholders(graph.graph), head)
+        return record(run, graph.graph.find_nodes(op="placeholder"), head)
 
     def _recorder(
         self, graph: fx.GraphModule, known: Precomputed, arguments: Sequence[Any]
@@ -79,7 +79,7 @@ class RecordableGraph:
 
         Its arguments are a function that runs the operations, the nodes that they read, and the head.
         """
-        placeholders, ranks = _placeholders(graph.graph), self.version.ranks
+        placeholders, ranks = graph.graph.find_nodes(op="placeholder"), self.version.ranks
         # new copies usually get the address of the last call's copy, but not if other layers ran
         as_own = ranks is not None or bool(marked(graph.graph))
         known_stay = known.stay_as(compress(arguments, self.static_inputs)) if as_own else known.static_inputs
@@ -123,10 +123,6 @@ class RecordableGraph:
                 return graph.forward(*arguments)
 
         return run
-
-
-def _placeholders(graph: fx.Graph) -> list[fx.Node]:
-    return [node for node in graph.nodes if node.op == "placeholder"]
 
 
 def _overlap(outputs: Iterable[Any], inputs: Iterable[fx.Node]) -> bool:
