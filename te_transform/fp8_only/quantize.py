@@ -89,7 +89,7 @@ def _product_weights(model: nn.Module) -> Iterator[tuple[tuple[nn.Parameter, ...
     seen: set[int] = set()
     for parameter in list(model.parameters()):
         for kernel in list(read_state(parameter).kernels.values()):
-            for weight in kernel.weights if kernel.ran_in_recipe else ():
+            for weight in kernel.weights if kernel.in_recipe else ():
                 group = weight.parameters()
                 if group and not any(id(p) in seen or is_fp8_only(p) for p in group):
                     seen |= set(map(id, group))

@@ -19,7 +19,7 @@ class NotedCall:
 
     Attributes:
         in_fp8: True if they ran in FP8.
-        calibrating: True if they ran in their own dtype because there were no scales yet.
+        in_recipe: True if they were meant to run in FP8. The first ones have no scales yet.
         ran: the compiled function that ran a graph, with its key; None if the graph ran fused.
         scales: a copy of the scales of delayed scaling.
         state: the state with which compiled graphs repeat a product.
@@ -29,18 +29,13 @@ class NotedCall:
     """
 
     in_fp8: bool
-    calibrating: bool
+    in_recipe: bool
     ran: Any = None
     scales: Tensor | None = None
     state: Any = None
     forward: ForwardNodes | None = None
     starts: list[int] = field(default_factory=list)
     repeated: bool = False
-
-    @property
-    def in_recipe(self) -> bool:
-        """True if the calls were meant to run in FP8."""
-        return self.in_fp8 or self.calibrating
 
 
 class NotedCalls:
@@ -59,16 +54,16 @@ class NotedCalls:
     def note(
         self,
         in_fp8: bool = False,
-        calibrating: bool = False,
+        in_recipe: bool = False,
         scales: Callable[[], Tensor | None] = lambda: None,
         ran: Any = None,
     ) -> None:
         """Note a call that starts now; `scales` returns a copy of its scales."""
         forward, last = running_forward(), self.noted[-1] if self.noted else None
         known = last is not None and forward is not None and last.forward is forward
-        if not known or (last.in_fp8, last.calibrating, last.ran) != (in_fp8, calibrating, ran):
+        if not known or (last.in_fp8, last.in_recipe, last.ran) != (in_fp8, in_recipe, ran):
             waiting = [call for call in self.noted if not call.repeated]
-            last = NotedCall(in_fp8, calibrating, ran, scales() if in_fp8 else None, None, forward)
+            last = NotedCall(in_fp8, in_recipe, ran, scales() if in_fp8 else None, None, forward)
             self.noted = deque([*waiting, last], self.MOST)
         last.starts.append(next_node())
 

@@ -52,8 +52,8 @@ class Kernel(LazyModule):
         super().__init__(make, names, len(weights))
         self.seen = RecordedAmax.of(len(weights))
         self.weights = [Source.of(weight) for weight in weights]
-        self.in_fp8 = False  # True if the last call ran in FP8
-        self.calibrating = False  # True if the last call ran in its own dtype because there were no scales
+        self.in_recipe = False  # True if the last call was meant to run in FP8
+        self.in_fp8 = False  # True if it did; False if there were no scales yet
         self.calls = NotedCalls()
         self.kept = KeptWeights()
         self.scaled = ProductState()  # of compiled calls, without weights
@@ -63,11 +63,6 @@ class Kernel(LazyModule):
     def parameters(self) -> list[Tensor]:
         """Return the parameters of the last call's weights that have not been freed."""
         return [parameter for source in self.weights for parameter in source.parameters()]
-
-    @property
-    def ran_in_recipe(self) -> bool:
-        """True if the last call was meant to run in FP8."""
-        return self.in_fp8 or self.calibrating
 
     def look_at(self, weights: Sequence[Tensor]) -> bool:
         """Note the weights of a call, and free the cache of other weights.
@@ -196,11 +191,11 @@ class Kernel(LazyModule):
 
     def note_call(self) -> None:
         """Note how this call runs, for a checkpoint that may repeat it."""
-        self.calls.note(self.in_fp8, self.calibrating, self.forward_scales)
+        self.calls.note(self.in_fp8, self.in_recipe, self.forward_scales)
 
     def call_again(self) -> NotedCall | None:
         """Return the call that a checkpoint repeats, by default the last one, or None if it had no recipe."""
-        found = self.calls.again() or NotedCall(self.in_fp8, self.calibrating)
+        found = self.calls.again() or NotedCall(self.in_fp8, self.in_recipe)
         return found if found.in_recipe else None
 
 

@@ -60,7 +60,7 @@ class _TEProduct(MatrixProduct):
         why = self._prepare(kernel, x, tensors, in_fp8, gradients is not None)
         if why is not None:
             self.plain_calls[why] += 1
-            return self.plain(kernel.seen.product() if kernel.calibrating else plain.product, x, *tensors)
+            return self.plain(kernel.seen.product() if kernel.in_recipe else plain.product, x, *tensors)
         run = self._in_fp8 if in_fp8 else self._in_its_dtype
         return run(kernel, x, tensors, gradients)
 
@@ -75,12 +75,13 @@ class _TEProduct(MatrixProduct):
         """Set the mode of the kernel for a call. Return why the call runs in plain PyTorch, or None."""
         weights = self._weights(tensors)
         why = self._why_plain(x, weights, in_fp8, adds_gradients)
-        allowed, recipe = in_fp8 and why is None, FP8GlobalStateManager.get_fp8_recipe()
-        is_ready = allowed and self._has_scales(kernel, recipe, weights, _needs_gradient(x, *tensors))
-        kernel.in_fp8, kernel.calibrating = is_ready, allowed and not is_ready
+        kernel.in_recipe = in_fp8 and why is None
+        kernel.in_fp8 = kernel.in_recipe and self._has_scales(
+            kernel, FP8GlobalStateManager.get_fp8_recipe(), weights, _needs_gradient(x, *tensors)
+        )
         if _may_be_repeated() and (FP8GlobalStateManager.is_fp8_enabled() or kernel.calls.noted):
             kernel.note_call()
-        return _CALIBRATING if kernel.calibrating else why
+        return _CALIBRATING if kernel.in_recipe and not kernel.in_fp8 else why
 
     def _may_gain(self) -> bool:
         """Return True if TE's module runs in the weights' own dtype too, because it gains or is verified."""
@@ -131,7 +132,7 @@ class _TEProduct(MatrixProduct):
 
     def ran_in_recipe(self, weights: Sequence[Tensor], bias: bool) -> bool:
         """Return True if the last call with these weights ran in the recipe, or was meant to."""
-        return self._kernel(weights, bias).ran_in_recipe
+        return self._kernel(weights, bias).in_recipe
 
     def state_for(self, weights: Sequence[Tensor], bias: bool, trained: bool) -> ProductState | None:
         """Return the `state` of a compiled call in the active recipe, or None if the call cannot be compiled.
@@ -148,7 +149,7 @@ class _TEProduct(MatrixProduct):
             return None
         if not self._has_scales(kernel, recipe, weights, trained):
             return None
-        kernel.in_fp8, kernel.calibrating = True, False
+        kernel.in_recipe = kernel.in_fp8 = True
         if _may_be_repeated():
             kernel.note_call()
         return kernel.state(recipe, weights)
