@@ -4,7 +4,9 @@ tests/recordings.py emulates the recordings. tests/gpu runs the same calls as CU
 """
 
 import copy
+import traceback
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -51,6 +53,26 @@ def test_calls_are_replayed_from_the_third_on(cuda_graphs: Recorder) -> None:
         # one replay more is the check of what was recorded
         assert cuda_graphs["forward"] == cuda_graphs["backward"] == max(0, call - 1 if call > 2 else 0)
     assert any("CUDA graphs, from the third" in note for note in te_transform.report(pair.converted).notes)
+
+
+@pytest.mark.parametrize("in_training", [True, False])
+def test_a_replay_passes_few_files(in_training: bool, cuda_graphs: Recorder) -> None:
+    """Between the model's forward and the replay. In training, specializations.py finds the recording."""
+    converted = te_transform.convert(seeded(Block), X, graphs=True, verify=False)
+    library, passed = Path(te_transform.__file__).parent, set()
+
+    def note_files(_: Any) -> None:
+        files = (Path(frame.filename) for frame in traceback.extract_stack())
+        passed.update(file.name for file in files if file.is_relative_to(library))
+
+    for call in range(5):
+        cuda_graphs.after_forward = note_files if call == 4 else cuda_graphs.after_forward
+        with torch.set_grad_enabled(in_training):
+            out = converted(X)
+        if in_training:
+            out.sum().backward()
+    files = {"classes.py", "runner.py", "captured_graph.py", "cuda_graph.py"}
+    assert passed == files | ({"specializations.py"} if in_training else set())
 
 
 def test_each_size_is_recorded(cuda_graphs: Recorder) -> None:
