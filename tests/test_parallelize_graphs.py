@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 import te_transform
-from te_transform.execution import replayed
+from te_transform.execution.executors import cuda_graph
 from tests import compilers, recordings
 from tests.divided import ALL, loss_of, sample_of
 from tests.ranks import install_stand_in, mesh, spawn
@@ -68,7 +68,7 @@ def trained(name: str, recipe: str | None = None, compiles: bool = False) -> dic
     for _ in range(CALLS):
         found = []
         for warm_ups, (model, sample) in zip((2 * CALLS, 2), models, strict=True):
-            replayed.WARM_UPS = warm_ups
+            cuda_graph.WARM_UPS = warm_ups
             found.append(gradients(model, sample))
             with torch.no_grad():
                 for parameter in model.parameters():
@@ -149,7 +149,7 @@ def accumulated() -> dict[str, Any]:
     recorder = recordings.install()
     found = []
     for warm_ups in (100, 2):
-        replayed.WARM_UPS = warm_ups
+        cuda_graph.WARM_UPS = warm_ups
         model, sample = divided("llama", graphs=True)
         for _ in range(4):
             gradients(model, sample)
