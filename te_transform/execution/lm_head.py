@@ -206,8 +206,8 @@ def _are_copied(graph: fx.GraphModule, heads: Sequence[fx.Node]) -> bool:
 
 def _work(graph: fx.GraphModule, head: fx.Node) -> int:
     """Return the rows of the head's input times all weight elements, about half of the FLOPs."""
-    weights = filter(is_model_tensor, graph.graph.find_nodes(op="placeholder"))
-    return numel_of(head.args[0]) // shape_of(head.args[1])[1] * sum(map(numel_of, weights))
+    weights, x = filter(is_model_tensor, graph.graph.find_nodes(op="placeholder")), head.args[0]
+    return numel_of(x) // shape_of(x)[-1] * sum(map(numel_of, weights))
 
 
 def _is_head(graph: fx.GraphModule, node: fx.Node, recorded: bool) -> bool:
