@@ -51,8 +51,12 @@ def trace(
     """Return what AOTAutograd traces, uncompiled."""
 
     def forward(graph: fx.GraphModule, _: Any) -> Any:
-        # inductor's outputs lie in other tensors' memory without being views to autograd, or sharing versions
-        return make_boxed_func(lambda *given: tree_map_only(Tensor, lambda out: out.data, graph(*given)))
+        def run(*given: Any) -> Any:
+            # inductor returns inputs as they are; other outputs may lie in their memory, with own versions
+            inputs = {*map(id, given)}
+            return tree_map_only(Tensor, lambda out: out if id(out) in inputs else out.data, graph(*given))
+
+        return make_boxed_func(run)
 
     def backward(graph: fx.GraphModule, _: Any) -> Any:
         # dropouts whose results the forward keeps are here too, unused: they would draw random numbers

@@ -119,7 +119,7 @@ def test_a_model_that_gains_nothing_is_told_so() -> None:
 
 
 def test_a_model_in_which_nothing_is_fused_is_told_so() -> None:
-    unlike = nn.Sequential(nn.Conv1d(16, 16, 1), nn.PReLU())
+    unlike = nn.Sequential(nn.Conv1d(16, 16, 3, padding=1), nn.PReLU())
     assert "nothing fused: no operations of the model resemble the pattern of a rule" in (
         te_transform.inspect(unlike, X[..., None]).notes
     )
