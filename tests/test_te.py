@@ -13,6 +13,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from te_transform.backends import cudnn, limits, plain
@@ -495,6 +498,43 @@ def test_the_first_scales_are_those_that_were_seen(te: ModuleType) -> None:
         assert scales[0][1] == largest / case.tensors[2].abs().amax().float()
         assert scales[0][4] == largest / case.tensors[4].abs().amax().float()
         assert scales[1][2] == largest / random(*X.shape, seed=9).abs().amax().float()
+
+
+def test_the_first_step_saves_no_more_than_its_inputs(te: ModuleType) -> None:
+    case, recipe = Case(te, **CASES["gated mlp"]), te.recipe_of("fp8-delayed")
+    saved = []
+    for run in (case.op, case.plain):
+        with te.autocast(recipe), NewStorages() as made:
+            out = run(X.detach().requires_grad_(), *case.tensors)
+        saved.append(made.alive() - out.nbytes)
+    assert saved[0] < saved[1] / 10
+    found, wanted = case.step(case.op, X), case.step(case.plain, X)
+    assert all(map(torch.equal, found[1], wanted[1]))
+
+
+class NewStorages(TorchDispatchMode):
+    """The storages that operations make."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        given, made = (
+            {
+                storage._cdata: storage
+                for storage in map(Tensor.untyped_storage, filter(torch.is_tensor, tree))
+            }
+            for tree in (tree_leaves(args), tree_leaves(out))
+        )
+        for address in made.keys() - given:
+            self.made[address] = StorageWeakRef(made[address]), made[address].nbytes()
+        return out
+
+    def alive(self) -> int:
+        """Return the bytes of those that are not freed."""
+        return sum(size for storage, size in self.made.values() if not storage.expired())
 
 
 def test_gradients_too_small_for_fp8_are_not_lost_in_the_first_step(te: ModuleType) -> None:

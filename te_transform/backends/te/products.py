@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import transformer_engine.pytorch as te
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from te_transform.backends import few_rows, plain
 from te_transform.backends.double_backward import Out, differentiable_once, differentiable_twice
@@ -60,7 +61,9 @@ class _TEProduct(MatrixProduct):
         why = self._prepare(kernel, x, tensors, in_fp8, gradients is not None)
         if why is not None:
             self.plain_calls[why] += 1
-            return self.plain(kernel.seen.product() if kernel.in_recipe else plain.product, x, *tensors)
+            if kernel.in_recipe:
+                return self._calibrated(kernel, x, tensors)
+            return self.plain(plain.product, x, *tensors)
         run = self._in_fp8 if in_fp8 else self._in_its_dtype
         return run(kernel, x, tensors, gradients)
 
@@ -172,6 +175,22 @@ class _TEProduct(MatrixProduct):
         if are_new and is_evaluating() and not recorded():
             kernel.fit(recipe, weights)  # the scales may be those of weights before these
         return kernel.seen.knows(trained)
+
+    def _calibrated(self, kernel: Kernel, x: Tensor, tensors: Sequence[Tensor | None]) -> Out:
+        """Compute a call in plain PyTorch, and record amax.
+
+        The backward of the first call repeats its norm and its activation. The first step would otherwise
+        need more memory than all later steps, because plain PyTorch saves more tensors than FP8 kernels.
+        """
+
+        def compute(x: Tensor, *tensors: Tensor | None) -> Out:
+            return self.plain(kernel.seen.product(), x, *tensors)
+
+        is_first = all(amax.input is None for amax in kernel.seen.products)
+        keeps_more = self.PRODUCTS != plain.Linear.PRODUCTS and _needs_gradient(x, *tensors)
+        if not (is_first and keeps_more) or saving_hooks() is not None:
+            return compute(x, *tensors)
+        return checkpoint(compute, x, *tensors, use_reentrant=False, preserve_rng_state=False)
 
     def _in_its_dtype(
         self, kernel: Kernel, x: Tensor, tensors: Sequence[Tensor | None], gradients: GradientSums | None
