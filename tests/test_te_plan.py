@@ -397,6 +397,26 @@ def test_an_edited_file_is_honoured(tmp_path: Path) -> None:
     assert "not in fp8-current: model.layers.0.mlp, because its loss spikes" in report.all_notes()
 
 
+class OneHead(nn.Module):
+    """Attention [batch, length, width], without heads: the fused op gets a fourth dimension."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value = (nn.Linear(64, 64) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = self.query(x) @ self.key(x).transpose(1, 2) / 8
+        return scores.softmax(-1) @ self.value(x)
+
+
+def test_attention_in_three_dimensions_has_the_details_of_its_site() -> None:
+    report = te_transform.inspect(OneHead().bfloat16(), torch.randn(2, 16, 64).bfloat16(), backend="te")
+    (attention,) = (site for site in report.sites if site.rule == "attention")
+    assert attention.status == "fused"
+    assert attention.seconds
+    assert len(attention.inside) >= 5  # two products, a transpose, a factor and a softmax
+
+
 def test_the_report_says_which_calls_are_too_small() -> None:
     case = replace(CASES["llama"], build=partial(CASES["llama"].build, num_hidden_layers=1))
     tokens = f"calls with {limits.break_even_rows(HIDDEN, True):,} or more tokens run in FP8"

@@ -182,12 +182,13 @@ def _apply_rule(rule: Rule, match: Match, made: Plan, options: Options) -> list[
 
 
 def _replaced(made: Plan, nodes: Sequence[fx.Node]) -> frozenset[str]:
-    """Return the names of the captured operations of a match.
+    """Return the names of the captured operations of a match, whose root is the first node.
 
-    Columns of a merged linear stand for the linears that were merged.
+    Columns of a merged linear stand for the linears that were merged. A root that replaces no captured
+    operation is reshaped into one that does.
     """
-    columns = [column for node in nodes if "merged" in node.meta for column in _standing(node)]
-    return replaced(made.by_name, {*nodes, *columns})
+    stood_for = [node for node in nodes if "merged" in node.meta or node is nodes[0]]
+    return replaced(made.by_name, {*nodes, *(end for node in stood_for for end in _standing(node))})
 
 
 def _match_path(match: Match, operations: list[Operation]) -> str:
