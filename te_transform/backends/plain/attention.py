@@ -94,9 +94,8 @@ class DotProductAttention(FusedOp):
             return ops.sdpa(query, key, value, numbers, *rest)
         if not (self.written_out or traced()) and mask is numbers and self.too_small(query, key, numbers):
             return DotProductAttention.attend(self, query, key, value, numbers, *rest)
-        # a compiler chooses the tensors that a backward keeps, and records no second backward
         value = _in_own_storage(value, query, key)
-        # with dropout, the plain version would draw other random numbers
+        # with dropout, the plain version would draw other random numbers; compilers record no second backward
         twice = self.written_out and not dropout_p and not compiling.get()
         arguments = (query, key, value, mask, *rest)
         out = differentiable_twice(self.attend, _math, arguments) if twice else self.attend(*arguments)
@@ -267,9 +266,12 @@ def _in_own_storage(value: Tensor, *others: Tensor) -> Tensor:
     # stride 0: heads share expanded values, which a copy would repeat
     if not value.requires_grad or value.dim() != 4 or 0 in value.stride():
         return value
-    # slices of one projection have equal rows; while a compiler traces, each tensor has a storage of its own
-    shared = any(x.stride(-2) == value.stride(-2) for x in others)
-    if shared or value.untyped_storage().nbytes() <= value.nbytes:
+    storage = value.untyped_storage()
+    if compiling.get():  # traced tensors do not share storages, but slices of one projection have equal rows
+        shared = any(x.stride(-2) == value.stride(-2) for x in others)
+    else:
+        shared = any(x.untyped_storage()._cdata == storage._cdata for x in others)
+    if shared or storage.nbytes() <= value.nbytes:
         return value
     return value.transpose(1, 2).contiguous().transpose(1, 2)  # [batch, length, heads, width] in memory
 
