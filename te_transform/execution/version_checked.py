@@ -87,13 +87,18 @@ def _compiled_backward_of(outputs: Iterable[Any]) -> Any:
 
 def _watched_among(tensors: Sequence[Any], saved: Iterable[Tensor | None]) -> Iterator[int]:
     """Yield the indices of tensors in the memory of saved tensors that do not share their versions."""
-    extents = [(each, *_extent(each)) for each in saved if each is not None and each.numel()]
+    extents = [(each, *_extent(each)) for each in saved if each is not None and _has_memory(each)]
     for index, tensor in enumerate(tensors):
-        if isinstance(tensor, Tensor) and not is_traceable_wrapper_subclass(tensor) and tensor.numel():
+        if isinstance(tensor, Tensor) and _has_memory(tensor):
             start, end = _extent(tensor)
             inside = [each for each, first, last in extents if first < end and start < last]
             if inside and not any(_share_a_version(tensor, each) for each in inside):
                 yield index
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    """Return True unless a tensor is empty, FSDP has freed its memory, or other tensors hold its values."""
+    return not is_traceable_wrapper_subclass(tensor) and tensor.numel() > 0 and tensor.data_ptr() != 0
 
 
 def _extent(tensor: Tensor) -> tuple[int, int]:
