@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
+from te_transform.canonicalize import written
 from te_transform.execution.division import RankGroup
 from te_transform.execution.lower import ScatteredGroups
 from te_transform.plan.match import Plan, Site
@@ -35,3 +37,10 @@ class GraphVersion:
     def sites(self) -> list[Site]:
         """The sites that run fused."""
         return [site for site in self.plan.sites if site not in self.disabled]
+
+    @cached_property
+    def writes(self) -> list[int]:
+        """The indices of the arguments that the graph writes to."""
+        graph = self.plan.captured.graph
+        seen = written(graph)
+        return [index for index, node in enumerate(graph.find_nodes(op="placeholder")) if node in seen]

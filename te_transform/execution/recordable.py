@@ -10,7 +10,6 @@ from typing import Any
 from torch import fx
 
 from te_transform.backends.fp8.fp8_only import closed, forms_of
-from te_transform.canonicalize import written
 from te_transform.execution.call_signature import Function
 from te_transform.execution.executors.inductor import compiled, in_layers
 from te_transform.execution.graph_version import GraphVersion
@@ -34,9 +33,10 @@ class RecordableGraph:
 
     def __init__(self, version: GraphVersion, replayed: Callable[[Function, Head | None], RunGraph]):
         self.version, self.replayed, graph = version, replayed, version.plan.captured.graph
-        placeholders, seen = graph.find_nodes(op="placeholder"), written(graph)
-        self.writes = [index for index, node in enumerate(placeholders) if node in seen]
-        self.static_inputs = [stays_in_place(node) or node in seen for node in placeholders]
+        placeholders = graph.find_nodes(op="placeholder")
+        self.static_inputs = [
+            stays_in_place(node) or index in version.writes for index, node in enumerate(placeholders)
+        ]
         self.outputs_overlap = _overlap(returned(graph), placeholders)
 
     def make(
@@ -85,7 +85,7 @@ class RecordableGraph:
         known_stay = known.stay_as(compress(arguments, self.static_inputs)) if as_own else known.static_inputs
         given = dict(zip(placeholders, [*arguments, *known.tensors], strict=True))
         static_inputs = dict(zip(placeholders, [*self.static_inputs, *known_stay], strict=True))
-        writes = {placeholders[index] for index in self.writes}
+        writes = {placeholders[index] for index in self.version.writes}
         states = {placeholders[len(arguments) + index] for index in known.written}
 
         def record(run: RunGraph, inputs: Sequence[fx.Node], head: Head | None = None) -> RunGraph:

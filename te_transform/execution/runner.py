@@ -11,7 +11,7 @@ import copy
 import logging
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import replace
 from functools import partial
@@ -38,7 +38,7 @@ from te_transform.execution.gathered import run_gathered
 from te_transform.execution.lower import ScatteredGroups
 from te_transform.execution.material import ReportMaterial
 from te_transform.execution.model_ref import ModelRef, held_groups_told
-from te_transform.execution.modes import is_dispatch_mode_on, set_aside
+from te_transform.execution.modes import NOTHING, is_dispatch_mode_on, set_aside
 from te_transform.execution.policy import (
     CHECKPOINTED,
     CapturePolicy,
@@ -108,7 +108,7 @@ class Runner:
         """Run a call of the model, a part or a block. `forward` is the forward of the user's class."""
         if role.kind is Role.PART and _calling.get() is not None:
             questions, by_block = self.user_code.questions, self.policy.by_block
-            with questions.answered(module, args, kwargs) if by_block else nullcontext():
+            with questions.answered(module, args, kwargs) if by_block else NOTHING:
                 return forward(module, *args, **kwargs)
         call = ModuleCall(role, module, forward, args, kwargs, self.options, self.division)
         run = self._run_root if call.is_root else self._run
@@ -153,7 +153,7 @@ class Runner:
         model = call.module if call.is_root else self.model_ref.model
         if model is not None:
             self._settle(model)
-        with nullcontext() if self.precision is None or model is None else self.precision.running(model):
+        with NOTHING if self.precision is None or model is None else self.precision.running(model):
             if self.policy.by_block and not self._is_around(call):
                 return user_code.run(call, but_blocks=True)
             if call.trial is None:
@@ -354,7 +354,7 @@ class Runner:
         checker = self.captures.checker
         if checker is None:
             return {}
-        with nullcontext() if self.precision is None else self.precision.paused(), gradient_sums.paused():
+        with NOTHING if self.precision is None else self.precision.paused(), gradient_sums.paused():
             wrong = checker(graph, arguments)
         if self.material.report is not None:  # the report has the sites that were wrong in the conversion
             later = "rolled back in a later call"

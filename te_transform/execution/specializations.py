@@ -15,7 +15,6 @@ from te_transform.backends.fp8.current_model import in_recipe
 from te_transform.backends.fp8.registry import read_state
 from te_transform.backends.ranks import bucket_size
 from te_transform.backends.tensor_registry import TensorRegistry
-from te_transform.canonicalize import written
 from te_transform.execution.call_context import CallContext
 from te_transform.execution.executors.fused import Fused
 from te_transform.execution.gathered import with_copied_vectors
@@ -116,13 +115,11 @@ class Specializations:
 
     def __init__(self, version: GraphVersion, fused: Fused, make: Make):
         plan, options = version.plan, version.options
-        self.version, self.fused, self.make = version, fused, make
+        self.version, self.fused, self.make, self.writes = version, fused, make, version.writes
         placeholders = [node for node in plan.captured.graph.nodes if node.op == "placeholder"]
         names = [node.name for node in placeholders]
         self.varying = [index for index, node in enumerate(placeholders) if _varies(node)]
         self.never = _why_never(plan, options)
-        seen = written(plan.captured.graph)
-        self.writes = [index for index, node in enumerate(placeholders) if node in seen]
         # the fused products, each with the index of its first parameter
         self.weights = {
             site: names.index(site.weights[0][0].meta["origin"]) for site in version.sites if site.weights
@@ -168,8 +165,10 @@ class Specializations:
 
     def find(self, call: CallContext) -> Ready | FirstCall | str:
         """Return the specialization of a call, which may be made now, or why there is none."""
-        if self.version.options.recipe is None:
-            return self._ready(call, frozenset(), None)
+        options = self.version.options
+        if options.recipe is None:
+            is_added = options.graphs and self._accumulates(call.args)
+            return _ACCUMULATED if is_added else self._ready(call, frozenset(), None)
         if not self.products or not (call.is_checkpointed or call.in_backward):
             return self._find(call)
         weight = call.args[next(iter(self.products.values()))]
@@ -211,8 +210,6 @@ class Specializations:
 
     def _ready(self, call: CallContext, sites: frozenset[Site], scaling: Any) -> Ready | str:
         """Return the specialization whose products of `sites` run in FP8, or why there is none."""
-        if self.version.options.graphs and self._accumulates(call.args):
-            return _ACCUMULATED
         lowered = self.lowered.get(sites) or self._lowered(sites)
         known = lowered.constant or lowered.look(call.args)
         if known is None:

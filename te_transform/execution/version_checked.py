@@ -92,7 +92,7 @@ def _watched_among(tensors: Sequence[Any], saved: Iterable[Tensor | None]) -> It
         if isinstance(tensor, Tensor) and _has_memory(tensor):
             start, end = _extent(tensor)
             inside = [each for each, first, last in extents if first < end and start < last]
-            if inside and not any(_share_a_version(tensor, each) for each in inside):
+            if inside and not any(each is tensor or _share_a_version(tensor, each) for each in inside):
                 yield index
 
 

@@ -130,7 +130,7 @@ class CudaGraph:
         if call.records_gradients or self.is_divided:
             return None
         arguments = call.args
-        writes, static_inputs = self.recordable.writes, self.recordable.static_inputs
+        writes, static_inputs = self.specializations.writes, self.recordable.static_inputs
         pairs = zip(arguments, static_inputs, strict=True)
         others = [argument for argument, is_static in pairs if not is_static]
         if writes:

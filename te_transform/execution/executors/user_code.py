@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from te_transform.execution.blocks import blocks
 from te_transform.execution.call_context import ModuleCall, mode_of
 from te_transform.execution.known_integers import Questions
 from te_transform.execution.material import ReportMaterial
+from te_transform.execution.modes import NOTHING
 from te_transform.execution.policy import CapturePolicy
 from te_transform.execution.trials import Trials
 
@@ -72,7 +73,7 @@ class UserCode:
         questions, given = self.questions, (call.module, call.args, call.kwargs)
         with (
             self._with_whole_parameters(call, but_blocks),
-            questions.answered(*given) if but_blocks else nullcontext(),
+            questions.answered(*given) if but_blocks else NOTHING,
         ):
             return call.run_original()
 
@@ -96,7 +97,7 @@ class UserCode:
     def _with_whole_parameters(self, call: ModuleCall, but_blocks: bool) -> AbstractContextManager[None]:
         division = call.division
         if division is None:
-            return nullcontext()
+            return NOTHING
         repeats = call.records_gradients and mode_of(call.module) in self.policy.checkpointed_modes
         without = blocks(call.module) if but_blocks else ()
         inside = {id(part) for block in without for part in block.modules()}
