@@ -264,5 +264,5 @@ def test_layers_that_the_first_steps_drop_run_in_fp8_later(
     layered = runner_of(model).extension.executor(graph).layered[0]
     compiled = layered.run.executors[0].specializations
     # all but the head, whose sizes FP8 does not take
-    assert [len(sites) for sites in compiled.in_fp8.known.values()] == [len(compiled.products) - 1]
+    assert [len(sites) for sites in compiled.in_recipe.values()] == [len(compiled.products) - 1]
     assert not runner_of(model).material.notes

@@ -103,9 +103,9 @@ class CapturedGraph:
         self.fused, self.as_captured = Fused(version), Captured(version)
         self.executors: tuple[Executor, ...] = (self.fused, self.as_captured)
         if self.options.graphs:  # with `compile`, CUDA graphs record the compiled graph
-            self.executors = (CudaGraph(version, self.fused), *self.executors)
+            self.executors = (CudaGraph(version), *self.executors)
         elif self.options.compile:
-            self.executors = (Inductor(version, self.fused), *self.executors)
+            self.executors = (Inductor(version), *self.executors)
 
     def forget_recordings(self) -> None:
         """Free the recordings of calls that run all layers. They hold the memory of a training step."""

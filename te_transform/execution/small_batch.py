@@ -11,12 +11,11 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
 from te_transform.backends import limits
 from te_transform.backends.fp8.fp8_only import is_fp8_only
 from te_transform.backends.fp8.registry import read_state
 from te_transform.backends.tracing import in_backward
+from te_transform.execution.call_sizes import expression_of, size_in_call, symbols_of
 from te_transform.execution.graph_version import GraphVersion
 from te_transform.graph.nodes import value
 from te_transform.plan.product_sizes import ProductSize, size_of_product
@@ -45,13 +44,9 @@ class SmallBatch:
         self.first_weight = names[weights[0].meta["origin"]] if weights else 0
         # FP8-only weights have kernels of their own at any size
         self.is_possible = bool(weights) and not any(is_fp8_only(value(weight)) for weight in weights)
-        self.symbols = {
-            index: value(node).node.expr
-            for index, node in enumerate(placeholders)
-            if isinstance(value(node), torch.SymInt)
-        }
+        self.symbols = symbols_of(placeholders)
         self.sizes = {
-            size._replace(rows=_expression(size.rows)) for size in map(size_of_product, self.products)
+            size._replace(rows=expression_of(size.rows)) for size in map(size_of_product, self.products)
         }
         # by the sizes in the arguments: the last answer of refuse(), and the sizes of the products
         self.known: dict[tuple[int, ...], tuple[str | None, list[ProductSize] | None]] = {}
@@ -100,17 +95,5 @@ class SmallBatch:
     def _products_at(self, sizes: Sequence[int]) -> list[ProductSize] | None:
         """Return the sizes of the products in a call of these sizes, or None if they depend on the data."""
         known = dict(zip(self.symbols.values(), sizes, strict=True))
-        found = [size._replace(rows=_known_size(size.rows, known)) for size in self.sizes]
+        found = [size._replace(rows=size_in_call(size.rows, known)) for size in self.sizes]
         return None if any(size.rows is None for size in found) else found
-
-
-def _expression(size: int | torch.SymInt) -> Any:
-    """Return a number, or the sympy expression of a symbolic size."""
-    return size.node.expr if isinstance(size, torch.SymInt) else size
-
-
-def _known_size(expression: Any, known: dict[Any, int]) -> int | None:
-    """Return the value of an expression, or None if it depends on the data."""
-    if isinstance(expression, int):
-        return expression
-    return int(expression.xreplace(known)) if expression.free_symbols <= known.keys() else None

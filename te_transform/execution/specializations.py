@@ -16,10 +16,8 @@ from te_transform.backends.fp8.registry import read_state
 from te_transform.backends.ranks import bucket_size
 from te_transform.backends.tensor_registry import TensorRegistry
 from te_transform.execution.call_context import CallContext
-from te_transform.execution.executors.fused import Fused
 from te_transform.execution.gathered import with_copied_vectors
 from te_transform.execution.graph_version import GraphVersion
-from te_transform.execution.pieces import dropped
 from te_transform.execution.specialize import Precomputed, Specialized
 from te_transform.graph.nodes import called, numel_of, value
 from te_transform.plan.match import Plan, Site
@@ -40,22 +38,6 @@ SpecializedRun = Callable[..., Any]
 Make = Callable[[Specialized, Precomputed, Sequence[Any], int | None], SpecializedRun | None]
 
 
-class FirstCall(NamedTuple):
-    """The first call with these shapes and mode in a recipe.
-
-    It runs fused, and shows which matrix products run in FP8.
-    """
-
-    key: tuple[Any, ...]
-    specializations: Specializations
-
-    def run(self, call: CallContext) -> Any:
-        """Run the call, and note the products that ran in FP8."""
-        outputs = self.specializations.fused.run(call)
-        self.specializations.learn(self.key, call)
-        return outputs
-
-
 class Ready(NamedTuple):
     """The specialization of a call.
 
@@ -71,30 +53,15 @@ class Ready(NamedTuple):
     known: Precomputed
     backend: Any
 
-    def run(self, call: CallContext) -> Any:
-        """Run the call, and update the scales at the end of its backward."""
-        if self.backend is None:
-            return self.compute(*call.args, *self.known.tensors)
-        outputs = self.compute(*with_copied_vectors(call.args), *self.known.tensors)
-        if call.records_gradients:
+    def arguments(self, call: CallContext) -> tuple[Any, ...]:
+        """Return the arguments of `compute` in a call."""
+        own = call.args if self.backend is None else with_copied_vectors(call.args)
+        return (*own, *self.known.tensors)
+
+    def end(self, call: CallContext, outputs: Any) -> None:
+        """Have the scales of gradients updated at the end of the call's backward."""
+        if self.backend is not None and call.records_gradients:
             self.backend.update_scales_after_backward(outputs)
-        return outputs
-
-
-class ProductsInFP8:
-    """The matrix products that run in FP8, by the shapes and the mode of a call (its `key`).
-
-    The first calls show them. If layers are dropped, several calls are needed until each layer has run.
-    """
-
-    def __init__(self) -> None:
-        self.known: dict[tuple[Any, ...], frozenset[Site]] = {}
-        self.unseen: dict[tuple[Any, ...], frozenset[int]] = {}  # layers that have not run yet, by key
-
-    def note_layers(self, key: tuple[Any, ...]) -> bool:
-        """Note the layers that a first call has run. Return True once each layer has run."""
-        self.unseen[key] = self.unseen.get(key, dropped.get()) & dropped.get()
-        return not self.unseen[key]
 
 
 class Specializations:
@@ -102,20 +69,18 @@ class Specializations:
 
     In a recipe, these calls run fused:
 
-    - calls from which matrix products take their first scales. The first call with the same shapes and mode
-      shows which products run in FP8;
+    - calls from which matrix products take their first scales;
     - calls in accumulate();
     - repetitions of calls that ran fused, because a checkpoint requires both to save the same tensors.
 
     Args:
         version: the graph, and its sites that run as captured.
-        fused: runs the first calls.
         make: makes the function of a specialization, or returns None if the compiler fails.
     """
 
-    def __init__(self, version: GraphVersion, fused: Fused, make: Make):
+    def __init__(self, version: GraphVersion, make: Make):
         plan, options = version.plan, version.options
-        self.version, self.fused, self.make, self.writes = version, fused, make, version.writes
+        self.version, self.make, self.writes = version, make, version.writes
         placeholders = [node for node in plan.captured.graph.nodes if node.op == "placeholder"]
         names = [node.name for node in placeholders]
         self.varying = [index for index, node in enumerate(placeholders) if _varies(node)]
@@ -124,7 +89,8 @@ class Specializations:
         self.weights = {
             site: names.index(site.weights[0][0].meta["origin"]) for site in version.sites if site.weights
         }
-        self.in_fp8 = ProductsInFP8()
+        # the products that run in FP8, by recipe, precision and sizes
+        self.in_recipe: dict[tuple[Any, ...], frozenset[Site]] = {}
         # by the first weight, because layers share a graph
         self.checkpointed: TensorRegistry[NotedCalls] = TensorRegistry()
         self.lowered: dict[frozenset[Site], Specialized] = {}  # by the products that run in FP8
@@ -163,7 +129,7 @@ class Specializations:
         recipe = self.options.backend.recipe_now() if self.products else None
         return recipe, None if recipe is None else self.options.backend.scaling_of(recipe)
 
-    def find(self, call: CallContext) -> Ready | FirstCall | str:
+    def find(self, call: CallContext) -> Ready | str:
         """Return the specialization of a call, which may be made now, or why there is none."""
         options = self.version.options
         if options.recipe is None:
@@ -190,7 +156,7 @@ class Specializations:
             return _REPEATED
         return Ready(lowered, run, known, backend=None)
 
-    def _find(self, call: CallContext) -> Ready | FirstCall | str:
+    def _find(self, call: CallContext) -> Ready | str:
         arguments = call.args
         recipe, scaling = self.precision()
         if recipe is not None and scaling is None:
@@ -203,9 +169,10 @@ class Specializations:
         if scaling is not None:
             in_fp8 = [in_recipe(arguments[index], site.fused.in_fp8) for site, index in self.products.items()]
             key = (scaling, tuple(in_fp8), self.sizes(arguments))
-            if key not in self.in_fp8.known:
-                return FirstCall(key, self)
-            sites = self.in_fp8.known[key]
+            if key not in self.in_recipe:
+                inside = {site for site, is_in in zip(self.products, in_fp8, strict=True) if is_in}
+                self.in_recipe[key] = self._lowered(frozenset(inside)).in_recipe(arguments)
+            sites = self.in_recipe[key]
         return self._ready(call, sites, scaling)
 
     def _ready(self, call: CallContext, sites: frozenset[Site], scaling: Any) -> Ready | str:
@@ -223,13 +190,6 @@ class Specializations:
         """Return True in accumulate(), whose buffers a recording would not add to."""
         first = next(iter(self.weights.values()), None)
         return first is not None and read_state(arguments[first]).gradients is not None
-
-    def learn(self, key: tuple[Any, ...], call: CallContext) -> None:
-        """Note the products that ran in FP8 in a first call."""
-        if not self.in_fp8.note_layers(key):
-            return
-        inside = {site for site, in_fp8 in zip(self.products, key[1], strict=True) if in_fp8}
-        self.in_fp8.known[key] = self._lowered(frozenset(inside)).ran_in_recipe(call.args)
 
     def sizes(self, arguments: Sequence[Any]) -> tuple[Any, ...]:
         """Return the sizes that dynamo did not guard: numbers, shapes and strides."""

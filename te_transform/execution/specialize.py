@@ -18,10 +18,12 @@ from te_transform.backends.fp8.fp8_only import addresses
 from te_transform.backends.fp8.products import ProductState
 from te_transform.backends.joined import Join
 from te_transform.backends.masks import LookedAt, MaskOp
+from te_transform.backends.tracing import compiling
+from te_transform.execution.call_sizes import symbols_of, tensor_in_call
 from te_transform.execution.graph_version import GraphVersion
 from te_transform.execution.lower import lower
 from te_transform.graph import edit
-from te_transform.graph.nodes import value
+from te_transform.graph.nodes import called, value
 from te_transform.plan.match import Site
 
 # ops that a compiler fuses without help: all ops but attention; ops of a user's own rules stay
@@ -184,14 +186,23 @@ class Specialized:
             self.constant = found
         return found
 
-    def ran_in_recipe(self, arguments: Sequence[Any]) -> frozenset[Site]:
-        """Return the products whose last call ran in FP8, with the weights of a call."""
-        values = self.before.values(arguments)
-        return frozenset(
-            site
-            for site, node in self.products.items()
-            if site.fused.ran_in_recipe(self._weights(site, values, arguments), node.args[-1] is not None)
-        )
+    def in_recipe(self, arguments: Sequence[Any]) -> frozenset[Site]:
+        """Return the products that can run in the active recipe, given the sizes and weights of a call."""
+        nodes, values = self.graph.graph.nodes, self.before.values(arguments)
+        symbols = symbols_of([node for node in nodes if node.op == "placeholder"])
+        sizes = {symbol: arguments[index] for index, symbol in symbols.items()}
+        asked, modes, found = {node: site for site, node in self.products.items()}, {}, set()
+        token = compiling.set(True)  # the inputs have no memory
+        try:
+            for node in nodes:
+                if "autocast" in called(node):  # a region begins or ends
+                    modes[node] = node.target(*(modes.get(argument, argument) for argument in node.args))
+                elif (site := asked.get(node)) and (x := tensor_in_call(node.args[0], sizes)) is not None:
+                    weights = self._weights(site, values, arguments)
+                    found |= {site} if site.fused.fits_recipe(x, weights) else set()
+        finally:
+            compiling.reset(token)
+        return frozenset(found)
 
     def with_known(self, known: Precomputed) -> fx.GraphModule:
         """Return the graph to compile. Its arguments are the captured graph's and `known.tensors`."""

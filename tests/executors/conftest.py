@@ -21,11 +21,7 @@ def ignore_size_limits() -> None:
 
 @pytest.fixture
 def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Return the names of the executors that run calls, in the order of the calls.
-
-    An executor that passes a call on, as inductor does for the first call of a kind in a recipe, precedes the
-    executor that it passes the call to.
-    """
+    """Return the names of the executors that run calls, in the order of the calls."""
     found: list[str] = []
 
     def noting(name: str, run: Callable[..., Any]) -> Callable[..., Any]:

@@ -6,6 +6,7 @@ tests/gpu tests TE's kernels and inductor alike.
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -387,6 +388,42 @@ def test_logits_of_a_head_in_fp8_get_a_gradient_if_they_need_one(
         pair.hold(act)
     assert len(compilations) == 3
     assert not pair.notes
+
+
+class Regions(nn.Module):
+    """Layers in fp32, of which one has the other mode of torch.autocast than the call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.inner, self.last = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x).relu()
+        with torch.autocast("cpu", torch.bfloat16, enabled=not torch.is_autocast_enabled("cpu")):
+            x = self.inner(x.float()).relu()
+        return x + self.last(x.float())
+
+
+@pytest.mark.parametrize(("outside", "expected"), [(True, {"first", "last"}), (False, {"inner"})])
+def test_the_first_call_compiles_the_products_that_an_uncompiled_call_runs_in_fp8(
+    outside: bool, expected: set[str], compilations: Compiler
+) -> None:
+    """With fp32 weights, the products within torch.autocast."""
+    x = X.float()
+    with torch.autocast("cpu", torch.bfloat16, enabled=outside):
+        options = {"backend": "te", "recipe": "fp8-current", "verify": False}
+        eager = te_transform.convert(seeded(Regions), x, **options)
+        compiled = te_transform.convert(seeded(Regions), x, compile=True, **options)
+        out = compiled(x)
+        torch.testing.assert_close(out, eager(x), rtol=0.05, atol=0.05)
+    ran = {name.split(".")[0] for name, p in eager.named_parameters() for k in kernels(p) if k.in_fp8}
+    products = [node for node in compilations[0][0].graph.nodes if "state" in node.kwargs]
+    assert ran == expected
+    assert {str(node.target).split("_")[0] for node in products} == expected
+
+
+def kernels(parameter: Tensor) -> list[Any]:
+    return [*state_of(parameter).kernels.values()]
 
 
 def test_fp8_only_weights_run_uncompiled(compilations: Compiler) -> None:

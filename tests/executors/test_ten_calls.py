@@ -25,6 +25,7 @@ OWN, CAPTURED, FUSED = user_code.UserCode.name, captured.Captured.name, fused.Fu
 COMPILED, REPLAYED = inductor.Inductor.name, cuda_graph.CudaGraph.name
 X = torch.randn(2, 16, WIDTH, generator=torch.Generator().manual_seed(0)).bfloat16()
 IN_FP8 = {"recipe": te_transform.PrecisionPlan("fp8-current", small_calls=True), "compile": True}
+DELAYED = {"recipe": te_transform.PrecisionPlan("fp8-delayed", small_calls=True), "compile": True}
 
 Call = Callable[[nn.Module], Any]
 
@@ -74,7 +75,7 @@ def divide(model: nn.Module) -> None:
 
 
 def nothing(model: nn.Module) -> None:
-    """Do nothing: the call is the first of its shape."""
+    """Do nothing: the call is the first one."""
 
 
 @dataclass
@@ -85,8 +86,8 @@ class Row:
         executor: the file of the executor that runs the call.
         options: of the conversion.
         call: the call.
-        ran: the executors that run it; inductor passes the first call of a shape in FP8 to another one.
-        why: the sentence of the report, "" if there is none.
+        ran: the executors that run it, one for each forward.
+        why: the sentences of the report.
         before: what is done to the model before.
         fixtures: of the call.
     """
@@ -95,19 +96,23 @@ class Row:
     options: dict[str, Any]
     call: Call
     ran: list[str]
-    why: str = ""
+    why: tuple[str, ...] = ()
     before: Call = in_training
     fixtures: tuple[str, ...] = ()
 
 
 REPEATED = (
-    "2 calls of graphs did not run compiled: a checkpoint repeats a call that ran fused, or it is reentrant"
+    "2 calls of graphs did not run compiled: a checkpoint repeats a call that ran fused, or it is reentrant",
+)
+FIRST = (
+    "1 calls ran in plain PyTorch: a first call in FP8, from which delayed scaling takes its scales",
+    "1 calls of graphs did not run compiled: its matrix products have no scales for these weights yet",
 )
 IN_VMAP = (
     "dynamo cannot capture a part of the forward (Unsupported functorch tracing attempt): your own code runs "
-    "there"
+    "there",
 )
-SMALL = "1 calls ran in plain PyTorch: a graph without gated MLPs, which is as fast as captured"
+SMALL = ("1 calls ran in plain PyTorch: a graph without gated MLPs, which is as fast as captured",)
 COMPILE, DDP = {"compile": True}, ("process_group",)
 
 CALLS: dict[str, Row] = {
@@ -120,7 +125,7 @@ CALLS: dict[str, Row] = {
     "under DDP": Row(inductor, COMPILE, under_ddp, [COMPILED], fixtures=DDP),
     "divided": Row(inductor, COMPILE, in_training, [COMPILED], before=divide, fixtures=DDP),
     "in inference mode": Row(inductor, COMPILE, in_inference_mode, [COMPILED]),
-    "first of a shape in FP8": Row(fused, IN_FP8, in_training, [COMPILED, FUSED], before=nothing),
+    "first in FP8": Row(fused, DELAYED, in_training, [FUSED], FIRST, before=nothing),
     "reentrantly checkpointed": Row(fused, IN_FP8, reentrant, [COMPILED, FUSED], REPEATED, before=reentrant),
     "too small": Row(captured, {}, in_training, [CAPTURED], SMALL, before=nothing),
 }
@@ -138,7 +143,7 @@ def test_the_executor_and_its_reason(name: str, ran: list[str], request: pytest.
     ran.clear()
     row.call(model)
     assert (ran or [OWN]) == row.ran  # dynamo itself runs the user's own code where it captures nothing
-    assert [*reasons(te_transform.report(model))] == [row.why] * bool(row.why)
+    assert (*reasons(te_transform.report(model)),) == row.why
 
 
 def reasons(report: te_transform.Report) -> Iterator[str]:

@@ -159,6 +159,7 @@ class Kernel(LazyModule):
 
     def state(self, recipe: Any, weights: Sequence[Tensor]) -> ProductState:
         """Return the state of a compiled call, the same object while its tensors are the same."""
+        self.init_scales()  # also notes the recipe, in which a checkpoint may repeat the call
         state = self._scales() if is_delayed(recipe) else _UNSCALED
         if not self.keeps:
             return state
@@ -171,7 +172,6 @@ class Kernel(LazyModule):
 
     def _scales(self) -> ProductState:
         """Return the tensors of the scales, which TE updates in place."""
-        self.init_scales()
         meta = self.module.fp8_meta
         FP8GlobalStateManager.add_fp8_tensors_to_global_buffer(meta)
         forward, backward = meta["scaling_fwd"], meta["scaling_bwd"]

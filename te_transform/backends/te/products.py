@@ -133,9 +133,9 @@ class _TEProduct(MatrixProduct):
         with kernel.as_before(call, recipe):
             return self._in_fp8(kernel, x, tensors, gradients)
 
-    def ran_in_recipe(self, weights: Sequence[Tensor], bias: bool) -> bool:
-        """Return True if the last call with these weights ran in the recipe, or was meant to."""
-        return self._kernel(weights, bias).in_recipe
+    def fits_recipe(self, x: Tensor, weights: Sequence[Tensor]) -> bool:
+        """Return True if the active recipe can run with these weights and an input like `x`, maybe a fake."""
+        return self._why_plain(x, weights, True, gradient_sums_of(weights) is not None) is None
 
     def state_for(self, weights: Sequence[Tensor], bias: bool, trained: bool) -> ProductState | None:
         """Return the `state` of a compiled call in the active recipe, or None if the call cannot be compiled.

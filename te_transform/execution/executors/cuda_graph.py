@@ -27,7 +27,6 @@ from te_transform.backends.tracing import batches_gradients, in_backward, record
 from te_transform.execution.call_context import CallContext
 from te_transform.execution.call_signature import CallSignature, Function
 from te_transform.execution.cuda_graph_pair import CudaGraphPair, casting_anew, stream_now
-from te_transform.execution.executors.fused import Fused
 from te_transform.execution.gradient_memory import GradientMemory
 from te_transform.execution.graph_version import GraphVersion
 from te_transform.execution.lm_head import Head, with_head
@@ -71,15 +70,14 @@ class CudaGraph:
 
     Args:
         version: the graph, and its sites that run as captured.
-        fused: runs the first call with the same shapes and mode in a recipe.
     """
 
     name = "as CUDA graphs"
 
-    def __init__(self, version: GraphVersion, fused: Fused):
+    def __init__(self, version: GraphVersion):
         self.is_divided = version.ranks is not None
         self.recordable = RecordableGraph(version, Replayed)
-        self.specializations = Specializations(version, fused, self._make)
+        self.specializations = Specializations(version, self._make)
         self.last: LastStep | None = None
 
     def refuse(self, call: CallContext) -> str | None:
@@ -99,8 +97,9 @@ class CudaGraph:
         found, step = call.found
         if callable(found):  # a replay of the last step's recording
             return found(*call.args)
-        outputs = found.run(call)
-        if step is not None and isinstance(found, Ready):
+        outputs = found.compute(*found.arguments(call))
+        found.end(call, outputs)
+        if step is not None:
             self._keep(step, found, call.args)
         return outputs
 

@@ -22,7 +22,6 @@ from torch._inductor import list_mode_options
 from te_transform.backends.tracing import compiling
 from te_transform.execution.call_context import CallContext
 from te_transform.execution.console import status
-from te_transform.execution.executors.fused import Fused
 from te_transform.execution.graph_version import GraphVersion
 from te_transform.execution.lm_head import CompileHead, Head, head_of, with_head
 from te_transform.execution.partition import in_pieces
@@ -57,14 +56,13 @@ class Inductor:
 
     Args:
         version: the graph, and its sites that run as captured.
-        fused: runs the first call with the same shapes and mode in a recipe.
     """
 
     name = "compiled"
 
-    def __init__(self, version: GraphVersion, fused: Fused):
+    def __init__(self, version: GraphVersion):
         self.options, self.tell = version.options, version.tell
-        self.specializations = Specializations(version, fused, self._make)
+        self.specializations = Specializations(version, self._make)
 
     def refuse(self, call: CallContext) -> str | None:
         """Return why the call runs uncompiled."""
@@ -75,8 +73,11 @@ class Inductor:
         return call.found if isinstance(call.found, str) else None
 
     def run(self, call: CallContext) -> Any:
-        """Run the compiled graph, or the first call with these shapes and mode."""
-        return call.found.run(call)
+        """Run the compiled graph."""
+        found = call.found
+        outputs = found.compute(*found.arguments(call))
+        found.end(call, outputs)
+        return outputs
 
     def _make(
         self, lowered: Specialized, known: Precomputed, arguments: Sequence[Any], bucket: int | None
