@@ -163,7 +163,7 @@ class Specializations:
             why = f"{type(recipe).__name__} runs only in TE's modules"
             self.version.tell(f"graphs run {self._otherwise}, {why}")
             return why
-        if self.options.graphs and self._accumulates(arguments):
+        if (self.options.graphs or scaling is not None) and self._accumulates(arguments):
             return _ACCUMULATED
         sites: frozenset[Site] = frozenset()
         if scaling is not None:

@@ -135,7 +135,8 @@ class _TEProduct(MatrixProduct):
 
     def fits_recipe(self, x: Tensor, weights: Sequence[Tensor]) -> bool:
         """Return True if the active recipe can run with these weights and an input like `x`, maybe a fake."""
-        return self._why_plain(x, weights, True, gradient_sums_of(weights) is not None) is None
+        in_fp8, adds_gradients = True, False
+        return self._why_plain(x, weights, in_fp8, adds_gradients) is None
 
     def state_for(self, weights: Sequence[Tensor], bias: bool, trained: bool) -> ProductState | None:
         """Return the `state` of a compiled call in the active recipe, or None if the call cannot be compiled.
