@@ -239,7 +239,7 @@ class OfTexts(Denoiser):
     [
         (OfClasses(), {"x": (2, 4, 16, 16), "t": (2,), "y": (2,)}),
         (
-            OfTexts(sample_size=16, joint_attention_dim=6, pooled_projection_dim=5),
+            OfTexts(sample_size=16),
             {
                 "sample": (2, 4, 16, 16),
                 "timestep": (2,),
@@ -280,6 +280,81 @@ def test_latents_times_and_conditions_are_generated(
 )
 def test_videos_rows_and_lists_of_latents_are_generated(model: nn.Module, text: str) -> None:
     assert str(as_inputs(model, None)[0]) == text
+
+
+class OfSounds(nn.Module):
+    """Latents of a sound, and two texts whose names and widths no config says."""
+
+    config = SimpleNamespace(in_channels=4)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.latents, self.time = nn.Conv1d(4, 8, 1), nn.Linear(1, 8)
+        self.words, self.melody = nn.Linear(5, 8), nn.Linear(9, 8)
+
+    def forward(
+        self, x: Tensor, t: Tensor, words: Tensor, word_lens: Tensor, melody: Tensor | None = None
+    ) -> Tensor:
+        known = torch.arange(words.shape[1])[None] < word_lens[:, None]
+        texts = torch.cat([self.words(words) * known[..., None], self.melody(melody)], 1)
+        return self.latents(x).mT + (texts.mean(1) + self.time(t[:, None]))[:, None]
+
+
+class OfTextTables(Denoiser):
+    """Takes texts of fixed lengths with their masks, and a pooled text, all of them optional."""
+
+    def __init__(self) -> None:
+        super().__init__(sample_size=16)
+        self.positions, self.padding = nn.Parameter(torch.ones(7, 8)), nn.Parameter(torch.zeros(12, 8))
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        timestep: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        text_mask: Tensor | None = None,
+        encoder_hidden_states_2: Tensor | None = None,
+        text_mask_2: Tensor | None = None,
+        pooled: Tensor | None = None,
+        layers: Tensor | None = None,
+    ) -> Tensor:
+        second = self.text(encoder_hidden_states_2) + self.positions
+        texts = torch.cat([encoder_hidden_states, second], 1)
+        mask = torch.cat([text_mask, text_mask_2], 1)
+        texts = torch.where(mask[..., None] > 0, texts, self.padding)
+        return self.condition(
+            hidden_states, timestep, texts.mean(1), self.pooled(pooled) + self.text(layers[9]).mean(1)
+        )
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        (
+            OfSounds,
+            "x=float32[2, 4, 8], t=float32[2], words=float32[2, 8, 5], word_lens=int64[2], "
+            "melody=float32[2, 8, 9]",
+        ),
+        (
+            OfTextTables,
+            "hidden_states=float32[2, 4, 16, 16], timestep=float32[2], "
+            "encoder_hidden_states=float32[2, 5, 8], text_mask=int64[2, 5], "
+            "encoder_hidden_states_2=float32[2, 7, 6], text_mask_2=int64[2, 7], "
+            "pooled=float32[2, 5], layers=float32[64, 2, 8, 6]",
+        ),
+    ],
+)
+def test_sizes_and_forms_that_no_name_says_are_found_by_running(
+    kind: type[nn.Module], text: str, device: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with torch.device(device):
+        model = kind()
+    (inputs,) = as_inputs(model, None)
+    assert str(inputs) == text
+    assert not capfd.readouterr().err  # no tracebacks of operations on fake tensors
+    if device == "cpu":
+        model(**inputs.kwargs)
 
 
 @pytest.mark.parametrize("name", ["nanogpt_flash", "llama", "vit", "t5", "torch_mha_bare"])

@@ -1,96 +1,204 @@
-"""Guess the arguments of a denoiser, such as a diffusion transformer, from their names and its config."""
+"""Guess the arguments of a denoiser, such as a diffusion transformer, from their names and by running it."""
 
 from __future__ import annotations
 
 import inspect
-import itertools
 import math
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from te_transform.graph.guesses import Argument, Form, Guess, furthest
 from te_transform.graph.random_tensors import random_floats, random_ids
 
 _LATENTS = ("hidden_states", "sample", "x")
+_TEXTS = ("encoder_hidden_states", "cap_feats")  # passed even if the forward runs without a text
 _TIMES = ("timestep", "timesteps", "t", "time", "sigma")
-_LABELS = ("class_labels", "labels", "y")
 _PACKED = ("img_ids", "img_shapes", "num_frames")  # arguments of forwards that take latents as rows
 _LATENT_SIDES = (16, 32, 64)  # side lengths of latents
 _FRAMES = 4  # latents over time
-# texts and images that condition the model -> config entries for their width, the first that a config has
-_CONDITIONS = {
-    "encoder_hidden_states": (
-        "joint_attention_dim", "caption_channels", "cap_feat_dim", "text_embed_dim", "text_dim",
-        "encoder_hid_dim", "context_in_dim", "cross_attention_dim",
-    ),
-    "encoder_hidden_states_2": ("text_embed_2_dim",),
-    "image_embeds": ("image_embed_dim",),
-}  # fmt: skip
-_MASKS = {
-    "encoder_attention_mask": "encoder_hidden_states",
-    "encoder_attention_mask_2": "encoder_hidden_states_2",
+_AXES = 3  # of positions
+_TEXT_LAYERS = 64  # of a text encoder, if a denoiser reads the outputs of several
+# Widths to begin with. They differ from the sizes of most modules, so a width identifies its argument.
+_WIDTHS = (
+    37,
+    41,
+    43,
+    47,
+    53,
+    59,
+    61,
+    67,
+    71,
+    73,
+    79,
+    83,
+    89,
+    97,
+    101,
+    103,
+    107,
+    109,
+    113,
+    127,
+    131,
+    137,
+    139,
+)
+# patterns of names -> the likeliest form of the argument; other arguments are rows of a text or an image
+_LIKELIEST = {
+    r"^(num_frames|height|width|img_shapes|added_cond_kwargs)$": None,  # a form of this name
+    r"mask": "mask",
+    r"_lens?$|_lengths?$": "lengths",
+    r"^(y|labels|class_labels|style)$": "labels",
+    r"pooled|^image_embeds$": "vector",
+    r"size|coord|ratio": "pair",
+    r"_ids$": "positions",
+    r"time|sigma|guidance": "numbers",
 }
-_IMAGE_SIZES = ("original_size", "target_size", "crop_coords")
+_OTHERS = (
+    "rows", "vector", "numbers", "labels", "ids", "pair", "three_pairs", "layers", "lengths", "mask",
+    "text_and_sizes",
+)  # fmt: skip
+_NO_CONDITION = re.compile(r"attention_kwargs|controlnet|cache|^return")
 
 
-def denoiser_arguments(model: nn.Module, batch: int, length: int, like: Tensor) -> Iterator[dict[str, Any]]:
-    """Yield guesses of the arguments by name, or nothing if the forward takes no latents and times.
+@dataclass(frozen=True)
+class _Forms:
+    """The forms of arguments: each method makes a value from a length and a width."""
+
+    model: nn.Module
+    batch: int
+
+    @property
+    def like(self) -> Tensor:
+        """A tensor with the dtype and the device of the floats."""
+        floats = (p for p in self.model.parameters() if p.is_floating_point())
+        return next(floats, torch.empty(0, dtype=torch.float32, device="cpu"))
+
+    @property
+    def classes(self) -> int:
+        """The rows of the smallest embedding."""
+        tables = (m.num_embeddings for m in self.model.modules() if isinstance(m, nn.Embedding))
+        return min(tables, default=1)
+
+    def rows(self, length: int, width: int) -> Tensor:
+        return random_floats((self.batch, length, width), self.like)
+
+    def layers(self, length: int, width: int) -> Tensor:
+        return self.rows(length, width).expand(_TEXT_LAYERS, -1, -1, -1).contiguous()
+
+    def vector(self, length: int, width: int) -> Tensor:
+        return random_floats((self.batch, width), self.like)
+
+    def numbers(self, length: int, width: int) -> Tensor:
+        return torch.rand(self.batch, dtype=torch.float32, device="cpu").to(self.like)
+
+    def steps(self, length: int, width: int) -> Tensor:
+        return torch.arange(self.batch, dtype=torch.int64, device="cpu")
+
+    def labels(self, length: int, width: int) -> Tensor:
+        return random_ids(self.classes, (self.batch,))
+
+    def ids(self, length: int, width: int) -> Tensor:
+        return random_ids(self.classes, (self.batch, length))
+
+    def lengths(self, length: int, width: int) -> Tensor:
+        return torch.full((self.batch,), length, dtype=torch.int64, device="cpu")
+
+    def mask(self, length: int, width: int) -> Tensor:
+        return torch.ones(self.batch, length, dtype=torch.int64, device="cpu")
+
+    def positions(self, length: int, width: int) -> Tensor:
+        return random_floats((length, width), self.like)
+
+    def pair(self, length: int, width: int) -> Tensor:
+        return random_floats((self.batch, 2), self.like)
+
+    def three_pairs(self, length: int, width: int) -> Tensor:
+        return random_floats((self.batch, 6), self.like)  # sizes before and after a crop, and its corner
+
+    def added_cond_kwargs(self, length: int, width: int) -> dict[str, Tensor]:
+        ratio = random_floats((self.batch, 1), self.like)
+        return {"resolution": self.pair(length, width), "aspect_ratio": ratio}
+
+    def text_and_sizes(self, length: int, width: int) -> dict[str, Tensor]:
+        return {"text_embeds": self.vector(length, width), "time_ids": self.three_pairs(length, width)}
+
+    def num_frames(self, length: int, width: int) -> int:
+        return 1
+
+    def height(self, length: int, width: int) -> int:
+        return math.gcd(length, 2)
+
+    def width(self, length: int, width: int) -> int:
+        return length // self.height(length, width)
+
+    def img_shapes(self, length: int, width: int) -> list[Any]:
+        return [[(1, self.height(length, width), self.width(length, width))]] * self.batch
+
+    def latents(self, *shape: int) -> Form:
+        """Return a form of latents of this shape, in which -1 is the width: the channels."""
+
+        def form(length: int, width: int) -> Tensor:
+            return random_floats([self.batch, *(width if size < 0 else size for size in shape)], self.like)
+
+        return form
+
+
+def denoiser_arguments(model: nn.Module, batch: int, length: int) -> dict[str, Any] | None:
+    """Return a guess of the arguments by name, or None if the forward takes no latents and times.
 
     Args:
         length: tokens of a text, and of latents that the forward takes as rows.
-        like: a tensor with the dtype of the guesses.
     """
     parameters = inspect.signature(model.forward).parameters
     latents, times = (next(filter(parameters.__contains__, each), "") for each in (_LATENTS, _TIMES))
     channels = _latent_channels(model)
     if not latents or not times or not channels:
-        return
-    known = _other_arguments(model, parameters, batch, length, like)
-    as_floats = torch.rand(batch, dtype=torch.float32, device="cpu").to(like)
-    as_steps = torch.arange(batch, dtype=torch.int64, device="cpu")
+        return None
+    forms = _Forms(model, batch)
+    guess: Guess = {}
+    for (name, parameter), width in zip(parameters.items(), _WIDTHS, strict=False):
+        is_required = name in (latents, times, *_TEXTS) or parameter.default is parameter.empty
+        if is_required or (parameter.default is None and not _NO_CONDITION.search(name)):
+            guess[name] = _argument(model, forms, parameter, length, width, is_required)
     is_packed = not parameters.keys().isdisjoint(_PACKED)
-    shapes = [(length, channels)] if is_packed else list(_latent_shapes(model, channels))
-    for time, shape in itertools.product((as_floats, as_steps), shapes):
-        values: Any = random_floats((batch, *shape), like)
-        yield {latents: list(values) if "cap_feats" in parameters else values, times: time, **known}
+    shapes = [forms.latents(*each) for each in _latent_shapes(model, length, is_packed)]
+    guess[latents] = Argument(_as_annotated(shapes, parameters[latents]), length, channels, True)
+    guess[times] = replace(guess[times], forms=(forms.numbers, forms.steps))
+    return furthest(model, guess)
 
 
-def _other_arguments(
-    model: nn.Module, parameters: Mapping[str, inspect.Parameter], batch: int, length: int, like: Tensor
-) -> dict[str, Any]:
-    """Return the arguments whose sizes the config says, except for the latents and times."""
-    found: dict[str, Any] = {}
-    tables = [module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)]
-    height = math.gcd(length, 2)
-    grid = {"num_frames": 1, "height": height, "width": length // height}  # of latents as rows
-    for name, parameter in parameters.items():
-        if width := _config_entry(model, *_CONDITIONS.get(name, ())):
-            found[name] = random_floats((batch, length, width), like)
-        elif name == "cap_feats" and (width := _config_entry(model, "cap_feat_dim")):  # Z-Image
-            found[name] = list(random_floats((batch, length, width), like))
-        elif name == "pooled_projections" and (width := _config_entry(model, "pooled_projection_dim")):
-            found[name] = random_floats((batch, width), like)
-        elif name in _MASKS and (parameter.default is parameter.empty or name.endswith("_2")):
-            if _MASKS[name] in found:
-                found[name] = torch.ones(batch, length, dtype=torch.int64, device="cpu")
-        elif name in ("img_ids", "txt_ids") and (axes := _config_entry(model, "axes_dims_rope")):
-            found[name] = random_floats((length, len(axes)), like)
-        elif name in grid and "num_frames" in parameters:
-            found[name] = grid[name]
-        elif name == "img_shapes":
-            found[name] = [[tuple(grid.values())]] * batch
-        elif name in _IMAGE_SIZES and parameter.default is parameter.empty:  # CogView
-            found[name] = random_floats((batch, 2), like)
-        elif name == "guidance" and _config_entry(model, "guidance_embeds"):
-            found[name] = random_floats((batch,), like)
-        elif name == "added_cond_kwargs" and getattr(model, "use_additional_conditions", False):  # PixArt
-            sizes = {"resolution": (batch, 2), "aspect_ratio": (batch, 1)}
-            found[name] = {entry: random_floats(shape, like) for entry, shape in sizes.items()}
-        elif name in _LABELS and tables:
-            found[name] = random_ids(min(tables), (batch,))
-    return found
+def _argument(
+    model: nn.Module, forms: _Forms, parameter: inspect.Parameter, length: int, width: int, is_required: bool
+) -> Argument:
+    """Return the argument of a parameter, in the likeliest form for its name."""
+    found = (
+        (name or parameter.name) for words, name in _LIKELIEST.items() if re.search(words, parameter.name)
+    )
+    likeliest = next(found, "rows")
+    names = (likeliest, *(name for name in _OTHERS if name != likeliest))
+    if likeliest == "positions":
+        width = len(_config_entry(model, "axes_dims_rope") or range(_AXES))
+    is_of_text = likeliest in ("mask", "lengths")
+    made = _as_annotated([getattr(forms, name) for name in names], parameter)
+    return Argument(made, 0 if is_of_text else length, width, is_required)
+
+
+def _as_annotated(forms: list[Form], parameter: inspect.Parameter) -> tuple[Form, ...]:
+    """Return forms that make lists of samples if the parameter is annotated as a list."""
+    is_list = str(parameter.annotation).startswith(("list[", "List["))
+    return tuple(partial(_as_list, form) if is_list else form for form in forms)
+
+
+def _as_list(form: Form, length: int, width: int) -> list[Any]:
+    return list(form(length, width))
 
 
 def _latent_channels(model: nn.Module) -> int:
@@ -99,13 +207,16 @@ def _latent_channels(model: nn.Module) -> int:
     return _config_entry(model, "in_channels") or next(convolutions, 0)
 
 
-def _latent_shapes(model: nn.Module, channels: int) -> Iterator[tuple[int, ...]]:
-    """Yield shapes of the latents of images and, with the channels first or the frames, of videos."""
+def _latent_shapes(model: nn.Module, length: int, is_packed: bool) -> Iterator[tuple[int, ...]]:
+    """Yield shapes of the latents of images, videos and sounds, in which -1 is the channels."""
+    if is_packed:
+        yield (length, -1)
     sides = list(_latent_sides(model))
     frames = _config_entry(model, "video_length") or _FRAMES
-    yield from ((channels, *each) for each in sides)
-    for first in ((channels, frames), (frames, channels)):
-        yield from ((*first, *each) for each in sides if len(each) == 2)
+    videos = [each if len(each) == 3 else (frames, *each) for each in sides]
+    yield from ((-1, *each) for each in (*sides, *videos))
+    yield from ((first, -1, *each) for first, *each in videos)
+    yield from ((-1, length), (length, -1))
 
 
 def _latent_sides(model: nn.Module) -> Iterator[tuple[int, ...]]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -20,6 +23,17 @@ def ways_to_call(model: nn.Module) -> list[Callable[[nn.Module, Any], AbstractCo
     """
     on_meta = any(parameter.is_meta for parameter in model.parameters())
     return [faked] if on_meta else [faked, lambda model, arguments: nullcontext(arguments)]
+
+
+_is_faked: ContextVar[bool] = ContextVar("is_faked", default=False)
+
+
+def _may_log(record: logging.LogRecord) -> bool:
+    """Return False for the traceback that PyTorch logs when an operation on fake tensors raises."""
+    return not _is_faked.get() or "TORCH_LOGS" in os.environ
+
+
+logging.getLogger("torch._subclasses.fake_tensor").addFilter(_may_log)
 
 
 @contextmanager
@@ -42,5 +56,9 @@ def faked(model: nn.Module, arguments: Any) -> Iterator[Any]:
     arguments = tree_map_only(Tensor, fake, arguments)
     # if the default device is meta too, new tensors of the forward are on the CPU like the model
     own = torch.device("cpu") if torch.get_default_device().type == "meta" else nullcontext()
-    with _reparametrize_module(model, tensors, tie_weights=True), mode, own:
-        yield arguments
+    token = _is_faked.set(True)
+    try:
+        with _reparametrize_module(model, tensors, tie_weights=True), mode, own:
+            yield arguments
+    finally:
+        _is_faked.reset(token)

@@ -315,7 +315,8 @@ def _candidates(model: nn.Module, batch: int, length: int, most: int) -> list[In
         return _for_hugging_face(model, batch, length, most)
     floats = (p for p in model.parameters() if p.is_floating_point())
     like = next(floats, torch.empty(0, dtype=torch.float32, device="cpu"))
-    denoised = [Inputs((), named) for named in denoiser_arguments(model, batch, length, like)]
+    named = denoiser_arguments(model, batch, length)
+    denoised = [] if named is None else [Inputs((), named)]
     found = [*denoised, *_by_position(model, batch, length, most, like)]
     if not found:
         raise InputError(

@@ -21,7 +21,7 @@ from te_transform.graph.fake import faked
 from te_transform.graph.preserve import preserved
 
 # Errors of a forward on fake tensors that may succeed on real tensors.
-_UNKNOWN_RESULT = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException)
+UNKNOWN_RESULT = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException)
 _LOOKUPS = (F.embedding, Tensor.__getitem__, torch.gather, Tensor.gather)
 _MOST = 1 << 22  # maximum number of elements of a tensor with tracked values
 
@@ -44,7 +44,7 @@ def out_of_range(
             fakes = (*tree_leaves((fake_args, fake_kwargs)), *model.buffers())
             with _Lookups(zip((f for f in fakes if isinstance(f, Tensor)), real, strict=True)):
                 model(*fake_args, **fake_kwargs)
-    except _UNKNOWN_RESULT:
+    except UNKNOWN_RESULT:
         return None
     except Exception as error:
         return error
