@@ -1,4 +1,4 @@
-"""Write the pictures of docs/page.md: the page of a Llama 3 8B, in Chromium.
+"""Write the pictures of docs/page.md and docs/profile.md: a Llama 3 8B, and a small GPT-2, in Chromium.
 
 python docs/report.py
 """
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 from playwright.sync_api import Browser, Page, sync_playwright
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import te_transform
 
@@ -42,7 +42,18 @@ def main() -> None:
         with opened(browser, file, 390, 844) as page:
             show_layers(page)
             page.screenshot(path=DOCS / "page-phone.png")
+        with opened(browser, profiled(Path(folder)), 1280, 780, "dark") as page:
+            page.screenshot(path=DOCS / "page-profile.png")
         browser.close()
+
+
+def profiled(folder: Path) -> Path:
+    """Return the page of the profile in docs/profile.md."""
+    config = GPT2Config(n_layer=4, n_embd=256, n_head=4, vocab_size=1000, attn_implementation="eager")
+    ids = torch.zeros(4, 256, dtype=torch.int64)
+    file = folder / "profile.html"
+    te_transform.profile(GPT2LMHeadModel(config), {"input_ids": ids, "labels": ids}).to_html(file)
+    return file
 
 
 @contextmanager

@@ -354,7 +354,7 @@ def test_verify_two_factories(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("more", "sentence"),
     [
-        ([], "pass names=, which maps the first's names"),
+        ([], "pass --names, which maps the first's names"),
         (["--names", "norm"], "expected OLD=NEW for --names, got 'norm'"),
         (["--recipe", "fp8-delayed"], "expected no options of a conversion with --against"),
         (["--against", "models_of_mine:on_meta"], "got parameters on the meta device in the second model"),
@@ -366,6 +366,23 @@ def test_two_factories_that_do_not_fit(
 ) -> None:
     assert main([*PORT, *more]) == 2
     assert sentence in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "advice"),
+    [
+        (["--backend", "te"], "--backend te cannot be used: .*; pass --backend torch or auto"),
+        (
+            ["--recipe", "fp8-delayed"],
+            "expected --backend te for --recipe fp8-delayed, .* leave out --recipe",
+        ),
+    ],
+)
+def test_errors_name_options_not_arguments(
+    options: list[str], advice: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["tune", "models_of_mine:Block", "--input", "2x3x16", *options]) == 2
+    assert re.search(advice, capsys.readouterr().err)
 
 
 def test_names_without_a_second_model(capsys: pytest.CaptureFixture[str]) -> None:

@@ -599,7 +599,7 @@ def test_a_recipe_where_auto_is_torch() -> None:
     why = f"got backend 'torch', because {NO_GPU}"
     with (
         untouched(model),
-        pytest.raises(OptionError, match=f"{why}.*; pass backend='te' or leave recipe=None"),
+        pytest.raises(OptionError, match=f"{why}.*; call it where .* runs, or leave recipe=None"),
     ):
         te_transform.convert(model, X, recipe="fp8-delayed")
     with (

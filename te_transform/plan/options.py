@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from te_transform.backends import Backend, choose
+from te_transform.backends import Backend, choose, why_missing
 from te_transform.backends.limits import cuda_graphs
 from te_transform.canonicalize.op import Forms
 from te_transform.graph import ops
@@ -189,9 +189,9 @@ class Options:
                     f"expected backend='te' for recipe={named!r}, got {reason}; pass backend='te', which can "
                     "be planned on any machine"
                 )
+            do = "call it where Transformer Engine runs," if why_missing() else "pass backend='te'"
             raise OptionError(
-                f"expected backend='te' for recipe={named!r}, got {reason}; pass backend='te' or leave "
-                "recipe=None"
+                f"expected backend='te' for recipe={named!r}, got {reason}; {do} or leave recipe=None"
             )
         try:
             backend.recipe_of(named)

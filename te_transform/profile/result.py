@@ -214,7 +214,7 @@ class Profile:
                 told |= self._times(part.seconds, part.backward)
                 table.add_row(*(Text(told[column]) for column in columns))
         if small:
-            told = {"part": f"{len(small)} smaller parts"}
+            told = {"part": f"{len(small)} smaller {'part' if len(small) == 1 else 'parts'}"}
             told |= self._times(sum(part.seconds for part in small), sum(part.backward for part in small))
             table.add_row(*(Text(told.get(column, "")) for column in columns), style="dim")
         return table
