@@ -19,6 +19,7 @@ _CHOICES = {
     "_experts_implementation": _EXPERTS,
 }
 _NUMBERS_ONLY = ("model_args", "detectron2_config_args")  # arguments for functions of timm and detectron2
+_ORIGIN_ENTRIES = ("name_or_path", "_name_or_path", "_commit_hash")  # where the config came from
 _ANY_TEXT = ("id2label", "label2id")  # names of classes
 # entries that transformers reads for many configs, though they are not fields of the class
 _LEGACY = {"torch_dtype", "rope_scaling", "rope_parameters", "layer_types", "per_layer_config", "model_type"}
@@ -99,17 +100,27 @@ def _config_entries(
             _refuse_code(found.file, value, told)
         elif name == "quantization_config":
             found.quantized = found.quantized or _method(value)
-        elif _is_numbers(value):
-            yield name, value
-        elif name in _CHOICES or name.endswith("dtype") or name in _NUMBERS_ONLY or name == "backbone":
-            _check_text(found.file, at, name, value, kind)
-            yield name, value
-        elif name in ("name_or_path", "_name_or_path", "_commit_hash"):
-            continue  # records of the origin
-        elif known is not None and name not in known:
-            found.unread.append(at)
+        elif name in _ORIGIN_ENTRIES:
+            continue
+        elif known is None or name in known or _is_numbers(value) or _names_code(name):
+            yield name, _read_entry(found, name, value, at, kind)
         else:
-            yield name, value if name in _ANY_TEXT else _read_value(found, value, at, _part_of(kind, name))
+            found.unread.append(at)
+
+
+def _read_entry(found: ConfigFile, name: str, value: Any, path: str, kind: Any) -> Any:
+    """Return the value of an entry of a config of class `kind`, after the checks that its name needs."""
+    if _is_numbers(value) or name in _ANY_TEXT:
+        return value
+    if _names_code(name):
+        _check_text(found.file, path, name, value, kind)
+        return value
+    return _read_value(found, value, path, _part_of(kind, name))
+
+
+def _names_code(name: str) -> bool:
+    """Return True if transformers turns the text of this entry into a function, a dtype or a model."""
+    return name in _CHOICES or name.endswith("dtype") or name in _NUMBERS_ONLY or name == "backbone"
 
 
 def _read_value(found: ConfigFile, value: Any, path: str, part: Any) -> Any:

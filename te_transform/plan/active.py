@@ -56,29 +56,33 @@ def _uncompiled(
     plan: Plan, options: Options, in_fp8: set[Site], small_calls: bool
 ) -> Iterator[tuple[Site, str]]:
     has_kernels, in_graphs = options.backend.HAS_KERNELS, options.in_cuda_graphs
-    products = [site for site in plan.sites if site.is_product]
-    small = {}
-    for site in products:
-        size = size_of_product(site)
-        least = size.least_rows(site in in_fp8, in_graphs)
-        if least < math.inf:
-            gain = "FP8 gains" if site in in_fp8 else "fused products gain"
-            small[site] = _too_few_rows(size.rows, size.width, least, gain)
-    small |= dict.fromkeys(in_fp8, None) if small_calls else {}
-    few = next(iter(small.values()), AS_FAST) if products and None not in small.values() else None
+    gaining = dict(_gaining_products(plan, in_fp8, in_graphs))
+    gaining |= dict.fromkeys(in_fp8, None) if small_calls else {}
+    # a graph in which no product gains in this call runs all of them unfused, for one reason
+    has_products = any(site.is_product for site in plan.sites)
+    few = next(iter(gaining.values()), AS_FAST) if has_products and None not in gaining.values() else None
     for site in plan.sites:
         if type(site.fused) is plain.Linear and not has_kernels and len(site.weights[0]) == 1:
             why = _SINGLE_LINEAR
         elif limits.ignore_size_limits:
             why = None
-        elif few and (site in products or _goes_with(site, small)):
-            why = few
-        elif site in products:
-            why = small.get(site, AS_FAST) if has_kernels else None
+        elif site.is_product:
+            why = few or (gaining.get(site, AS_FAST) if has_kernels else None)
         else:
-            why = _too_small_for_kernel(site, in_graphs, has_kernels)
+            goes = few and _goes_with(site, gaining)
+            why = few if goes else _too_small_for_kernel(site, in_graphs, has_kernels)
         if why:
             yield site, why
+
+
+def _gaining_products(plan: Plan, in_fp8: set[Site], in_graphs: bool) -> Iterator[tuple[Site, str | None]]:
+    """Yield the products that gain from some number of rows on, and why the call has too few, or None."""
+    for site in filter(lambda site: site.is_product, plan.sites):
+        size = size_of_product(site)
+        least = size.least_rows(site in in_fp8, in_graphs)
+        if least < math.inf:
+            gain = "FP8 gains" if site in in_fp8 else "fused products gain"
+            yield site, _too_few_rows(size.rows, size.width, least, gain)
 
 
 def _goes_with(site: Site, gaining: dict[Site, str | None]) -> bool:
