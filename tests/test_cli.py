@@ -44,6 +44,10 @@ class Branches(Block):
         x = super().forward(x)
         return x if x.sum() > 0 else -x
 
+class Chooses(Block):
+    def forward(self, x):
+        return super().forward(x[(x > 0).any(-1).nonzero()[:, 0]])
+
 def two():
     return nn.Sequential(Block(), Block())
 
@@ -480,6 +484,14 @@ def test_a_forward_that_branches_on_values_is_inspected_with_weights(
     told = capsys.readouterr().out
     assert "Data-dependent branching" in " ".join(told.split())
     assert "1 site fused" in told
+
+
+def test_a_forward_whose_sizes_are_values_is_inspected_with_weights(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """As mixtures of experts that list the tokens of each expert."""
+    assert main(["inspect", "models_of_mine:Chooses", "--input", "4x16"]) == 0
+    assert "1 site fused" in capsys.readouterr().out
 
 
 def test_a_factory_has_the_dtype_that_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:

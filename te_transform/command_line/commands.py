@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from rich.console import Console
 from torch import nn
-from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from te_transform.backends import BackendError
 from te_transform.command_line.explain import explanation
@@ -27,6 +26,7 @@ from te_transform.graph.inputs import InputError, Inputs, TraceError, invent, po
 from te_transform.graph.keywords import did_you_mean
 from te_transform.graph.nodes import dtype_name
 from te_transform.graph.preserve import ParametersWritten
+from te_transform.graph.tables import UNKNOWN_RESULT
 from te_transform.inspect import inspect
 from te_transform.load import imported, inputs_of, load
 from te_transform.pipeline import PIPELINE
@@ -63,10 +63,10 @@ def run_inspect(asked: argparse.Namespace) -> int:
         with printing_aside(), status("capturing"):
             report = inspect(model, inputs, **options)
     except TraceError as error:
-        if not isinstance(error.__cause__, DataDependentOutputException):
+        if not isinstance(error.__cause__, UNKNOWN_RESULT):
             raise
         model, inputs = loaded(asked, on_meta=False)
-        with printing_aside(), status("capturing with real weights, because the forward branches on values"):
+        with printing_aside(), status("capturing with real weights, because the forward reads values"):
             report = inspect(model, inputs, **options)
     # the memory line of the report names the inputs, too
     inputs_told = [f"planned for the inputs ({report.inputs})"] * (report.memory is None)
