@@ -301,7 +301,7 @@ class OfSounds(nn.Module):
 
 
 class OfTextTables(Denoiser):
-    """Takes texts of fixed lengths with their masks, and a pooled text, all of them optional."""
+    """Takes texts of fixed lengths with their masks, a pooled text, and a scale that it does not need."""
 
     def __init__(self) -> None:
         super().__init__(sample_size=16)
@@ -315,9 +315,12 @@ class OfTextTables(Denoiser):
         text_mask: Tensor | None = None,
         encoder_hidden_states_2: Tensor | None = None,
         text_mask_2: Tensor | None = None,
+        scale: Tensor | None = None,
         pooled: Tensor | None = None,
         layers: Tensor | None = None,
     ) -> Tensor:
+        if scale is not None:
+            hidden_states = hidden_states * scale.sum() * 2
         second = self.text(encoder_hidden_states_2) + self.positions
         texts = torch.cat([encoder_hidden_states, second], 1)
         mask = torch.cat([text_mask, text_mask_2], 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -49,13 +50,19 @@ class _Attempt:
         """True if the forward read None: it misses an argument, maybe several at once."""
         return "None" in str(self.error)
 
-    def is_further_than(self, other: _Attempt) -> bool:
-        """Return True if the forward succeeds, or fails later with another error.
+    @property
+    def failure(self) -> tuple[str, list[int]]:
+        """The text of the error, and the lines of the calls that led to it."""
+        lines = [line for _, line in traceback.walk_tb(self.error.__traceback__)] if self.error else []
+        return str(self.error), lines
 
-        With the same error, the additional operations are those of an additional argument.
+    def is_further_than(self, other: _Attempt) -> bool:
+        """Return True if the forward succeeds, or fails later and not in the same line with the same error.
+
+        If it fails there again, the additional operations are those of an additional argument.
         """
         progress = [(each.operations, not each.misses) for each in (self, other)]
-        return self.error is None or (progress[0] > progress[1] and str(self.error) != str(other.error))
+        return self.error is None or (progress[0] > progress[1] and self.failure != other.failure)
 
 
 class _Operations(TorchFunctionMode):
