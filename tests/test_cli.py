@@ -44,10 +44,6 @@ class Branches(Block):
         x = super().forward(x)
         return x if x.sum() > 0 else -x
 
-class Chooses(Block):
-    def forward(self, x):
-        return super().forward(x[(x > 0).any(-1).nonzero()[:, 0]])
-
 def two():
     return nn.Sequential(Block(), Block())
 
@@ -144,6 +140,10 @@ def wrong():
 def to_port(state):
     new = {"norm": "ln", "up": "mlp.0", "down": "mlp.2"}
     return {f"{new[name.split('.')[0]]}.{name.split('.')[1]}": held for name, held in state.items()}
+
+class Chooses(Block):
+    def forward(self, x):
+        return super().forward(x[(x > 0).any(-1).nonzero()[:, 0]])
 """
 
 
