@@ -79,6 +79,14 @@ def page(request: pytest.FixtureRequest, browser: object, tmp_path: Path) -> Ite
         yield opened
 
 
+def test_a_print_has_all_open_blocks(browser: object, tmp_path: Path) -> None:
+    """On a screen, blocks are drawn when they come near to the window."""
+    with opened_page(browser, report_of("t5"), tmp_path, "phone") as opened:
+        opened.evaluate("dispatchEvent(new Event('beforeprint'))")
+        empty = "[...document.querySelectorAll('.block[open]')].filter(block => !block.querySelector('svg'))"
+        assert opened.evaluate(f"{empty}.length") == 0
+
+
 def test_a_click_shows_the_predicted_time_and_memory(browser: object, tmp_path: Path) -> None:
     model, inputs = llama_of_8b()
     report = te_transform.inspect(model.train(), inputs, backend="te", recipe="fp8-delayed")

@@ -315,6 +315,7 @@ const resized = new ResizeObserver(entries => requestAnimationFrame(() => {
   for (const { target } of entries) if (target.dataset.room && Number(target.dataset.room) !== target.clientWidth) draw(target);
   connect();
 }));
+addEventListener("beforeprint", () => drawings.forEach(element => element.dataset.room || draw(element)));
 function watch(element) {
   drawings.add(element);
   seen.observe(element);
