@@ -26,30 +26,9 @@ _AXES = 3  # of positions
 _TEXT_LAYERS = 64  # of a text encoder, if a denoiser reads the outputs of several
 # Widths to begin with. They differ from the sizes of most modules, so a width identifies its argument.
 _WIDTHS = (
-    37,
-    41,
-    43,
-    47,
-    53,
-    59,
-    61,
-    67,
-    71,
-    73,
-    79,
-    83,
-    89,
-    97,
-    101,
-    103,
-    107,
-    109,
-    113,
-    127,
-    131,
-    137,
-    139,
-)
+    37, 41, 43, 47, 53, 59, 61, 67, 71, 73, 79, 83,
+    89, 97, 101, 103, 107, 109, 113, 127, 131, 137, 139,
+)  # fmt: skip
 # patterns of names -> the likeliest form of the argument; other arguments are rows of a text or an image
 _LIKELIEST = {
     r"^(num_frames|height|width|img_shapes|added_cond_kwargs)$": None,  # a form of this name
