@@ -139,7 +139,8 @@ class Scales:
 
     def update(self) -> None:
         amax = self.amax_history.amax(0)
-        self.scale.copy_(torch.where(amax > 0, torch.full_like(amax, E4M3) / amax, self.scale))
+        known = (amax > 0) & amax.isfinite()
+        self.scale.copy_(torch.where(known, torch.full_like(amax, E4M3) / amax, self.scale))
         self.amax_history.copy_(self.amax_history.roll(-1, 0))
         self.amax_history[0] = 0
 
@@ -244,7 +245,8 @@ class Base(nn.Module):
         if not torch.is_grad_enabled():
             return run(x, *tensors)
         adds = self.fuse_wgrad_accumulation
-        first = in_fp8 and FP8GlobalStateManager.is_first_fp8_module()
+        trained = any(t is not None and t.requires_grad for t in (x, *tensors))
+        first = in_fp8 and trained and FP8GlobalStateManager.is_first_fp8_module()
         state = self.fp8_meta.get("scaling_fwd") if in_fp8 else None
         weights = [n in self.weight_names for n in self.names]
         return Run.apply(partial(run_again, state, run), run, adds, first, weights, x, *tensors)
