@@ -28,8 +28,8 @@ def scaling_state(model: nn.Module) -> dict[str, dict[str, Tensor]]:
     Returns:
         For the name of each matrix that may run in FP8, a dict of fp32 tensors on the CPU. It has "scale"
         [5], "amax_history" [length, 5], and "seen" [3], the values recorded before there are scales. The 5
-        columns are input, weight, output, and the gradients of output and input. The result is empty if the
-        recipe has no such state.
+        columns are input, weight, output, and the gradients of output and input. Matrices that are
+        multiplied at once have equal rows. The result is empty if the recipe has no such state.
 
     Raises:
         ModelError: `model` contains no converted model.

@@ -162,9 +162,9 @@ def scales_before(train: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> 
 
 def _scales(kernel: scale_table.ScaledKernel) -> Iterator[tuple[str, list[float]]]:
     name = scale_table.names_of(kernel)[0]
-    if kernel.seen.used:
+    if kernel.seen.has_scales:
         yield from ((f"{name} {direction}", s.scale.tolist()) for direction, s in kernel.delayed().items())
-    elif kernel.seen.knows(True):
+    elif kernel.seen.knows([True] * len(kernel.seen.products)):
         amaxes = [(p.input.item(), p.weight.item(), p.grad.item()) for p in kernel.seen.products]
         yield f"{name} seen", amaxes
 

@@ -30,11 +30,13 @@ class ForwardNodes:
     Attributes:
         start: the number of the first node.
         end: the number after the last node.
+        number: its number among the forwards in training, 0 for another forward.
         needs_update: True if no module of the forward updates the scales of gradients in its own backward.
     """
 
     start: int = field(default_factory=next_node)
     end: float = math.inf
+    number: int = 0
     needs_update: bool = False
 
     def close(self) -> None:

@@ -23,7 +23,7 @@ from te_transform.execution.call_sizes import symbols_of, tensor_in_call
 from te_transform.execution.graph_version import GraphVersion
 from te_transform.execution.lower import lower
 from te_transform.graph import edit
-from te_transform.graph.nodes import called, value
+from te_transform.graph.nodes import called, is_tensor_node, value
 from te_transform.plan.match import Site
 
 # ops that a compiler fuses without help: all ops but attention; ops of a user's own rules stay
@@ -135,7 +135,7 @@ class Specialized:
         self.weights = {
             site: [node.args[index] for index in site.fused.PRODUCTS] for site, node in self.products.items()
         }
-        self.trained = {site: _product_has_backward(site, node) for site, node in self.products.items()}
+        self.trained = {site: _trained_products(site, node) for site, node in self.products.items()}
         masks = self._masks()
         read = {node for held in self.weights.values() for node in held}
         joins = {node for node in nodes if isinstance(self._module(node), Join)}
@@ -172,7 +172,7 @@ class Specialized:
             if repeats:
                 state = site.fused.state_again(weights, bias)
             else:
-                trained = self.trained[site] and torch.is_grad_enabled()
+                trained = [each and torch.is_grad_enabled() for each in self.trained[site]]
                 state = site.fused.state_for(weights, bias, trained)
             if state is None:
                 return None
@@ -215,7 +215,7 @@ class Specialized:
         ]
 
 
-def _product_has_backward(site: Site, call: fx.Node) -> bool:
-    """Return True if the product has a backward when gradients are recorded."""
-    nodes = (call.args[0], *(node for weight in site.weights for node in weight))
-    return any(value(node).requires_grad for node in nodes)
+def _trained_products(site: Site, call: fx.Node) -> list[bool]:
+    """Return True for each product whose output needs a gradient when gradients are recorded."""
+    needed = [is_tensor_node(argument) and value(argument).requires_grad for argument in call.args]
+    return site.fused.trained_products(needed)

@@ -2,8 +2,8 @@
 
 Delayed scaling quantizes with the scales of earlier steps and has none at first. Without scales, values
 above 448 and most gradients, which are below 1e-5, would be lost. A product therefore runs in its own dtype
-until a whole forward has recorded the amax of its input and its weight. If it is trained, the amax of its
-output's gradient must be recorded too. The first scales are computed from these numbers.
+until a whole forward has recorded the amax of its input and its weight. If its output needs a gradient, the
+amax of this gradient must be recorded too. The first scales are computed from these numbers.
 """
 
 from __future__ import annotations
@@ -25,11 +25,21 @@ calibrating = Switch()
 
 @dataclass
 class Amax:
-    """The amax of the tensors of one product, as 0-dim tensors; None before the first call."""
+    """The amax of the tensors of one product, as 0-dim tensors; None before the first call.
+
+    `used` has the directions, "forward" and "backward", that have scales.
+    """
 
     input: Tensor | None = None
     weight: Tensor | None = None
     grad: Tensor | None = None
+    used: set[str] = field(default_factory=set)
+
+    def is_new(self, direction: str) -> bool:
+        """Return True at the first call for this direction."""
+        new = direction not in self.used
+        self.used.add(direction)
+        return new
 
 
 @dataclass
@@ -38,39 +48,42 @@ class RecordedAmax:
 
     Attributes:
         products: of each product.
-        used: the directions, "forward" and "backward", that have scales.
         forward: the last forward that recorded.
         again: True if there were scales before.
     """
 
     products: Sequence[Amax]
-    used: set[str] = field(default_factory=set)
     forward: ForwardNodes | None = None
     again: bool = False
 
     def anew(self) -> RecordedAmax:
         """Return a copy that keeps only the gradients, to record inputs and weights again."""
-        products = [Amax(grad=product.grad) for product in self.products]
-        return RecordedAmax(products, self.used - {"forward"}, again=True)
+        products = [Amax(grad=product.grad, used=product.used - {"forward"}) for product in self.products]
+        return RecordedAmax(products, again=True)
 
     @classmethod
     def of(cls, products: int) -> RecordedAmax:
         """Return an empty record for this number of products."""
         return cls([Amax() for _ in range(products)])
 
-    def is_new(self, direction: str) -> bool:
-        """Return True at the first call for this direction."""
-        new = direction not in self.used
-        self.used.add(direction)
-        return new
+    @property
+    def has_scales(self) -> bool:
+        """True if a product has scales in a direction."""
+        return any(product.used for product in self.products)
 
-    def knows(self, gradients: bool) -> bool:
-        """Return True if scales can be computed for a call, with `gradients` for its backward too.
+    def knows(self, trained: Sequence[bool]) -> bool:
+        """Return True if scales can be computed for a call whose products need these gradients.
+
+        A product needs no amax of a gradient that it does not get, as the first product of an MLP whose
+        second product alone is trained.
 
         The forward that records must have ended. A model such as ALBERT calls one layer several times with
         different inputs, and the scales must fit all of them.
         """
-        known = all(p.input is not None and (p.grad is not None or not gradients) for p in self.products)
+        needed = zip(self.products, trained, strict=True)
+        known = all(
+            p.input is not None and (p.grad is not None or not is_trained) for p, is_trained in needed
+        )
         forward = running_forward()
         return known and not calibrating and (forward is None or forward is not self.forward)
 

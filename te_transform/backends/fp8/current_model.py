@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
+from itertools import count
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ class _Model:
 
 
 _NO_MODEL = _Model()
+_TRAINING_NUMBERS = count(1)  # of forwards in training
 _running: ContextVar[_Model] = ContextVar("_running", default=_NO_MODEL)
 
 
@@ -39,6 +41,7 @@ def running(
     name_parameters: Callable[[], None],
     forget_changed: Callable[[], None] | None = None,
     token: Any = None,
+    trains: bool = False,
 ) -> Iterator[ForwardNodes]:
     """Tell ops which model runs, and return the numbers of the nodes of its forward.
 
@@ -49,9 +52,11 @@ def running(
         forget_changed: frees outdated quantized weights, whatever their versions are. It is called once,
             before the first quantized weight is used.
         token: what `name_parameters` writes into the states.
+        trains: True if TE updates scales after the forward.
     """
     _count_steps()
-    model = _Model(weights_stay, token, name_parameters, forget_changed, forward := ForwardNodes())
+    forward = ForwardNodes(number=next(_TRAINING_NUMBERS) if trains else 0)
+    model = _Model(weights_stay, token, name_parameters, forget_changed, forward)
     before = _running.set(model)
     try:
         yield forward

@@ -64,6 +64,7 @@ class Precision:
         if read_state(next(model.parameters())).model is not self.token:
             self._name_parameters(model)
         if torch.is_grad_enabled() and self.is_delayed:
+            self._forget_loaded()
             self._agree(model)
         self.entered, gradients = True, torch.is_grad_enabled()
         # TE updates scales at the end of a step if gradients are on. A checkpoint may run the forward of a
@@ -71,7 +72,7 @@ class Precision:
         ends = gradients or (model.training and not torch.is_inference_mode_enabled())
         try:
             names = partial(self._name_parameters, model)
-            known = running(weights_stay, names, self._forget_changed, self.token)
+            known = running(weights_stay, names, self._forget_changed, self.token, trains=ends)
             step = te.autocast(self.recipe)
             with (
                 torch.set_grad_enabled(ends),
@@ -137,7 +138,7 @@ class Precision:
         """
         self._name_parameters(model)  # new parameters in joined groups have no name yet
         saved, kernels = self.template(model), self._kernels()
-        ran = {name for kernel in kernels for name in scale_table.names_of(kernel)}
+        ran = {name for kernel in kernels for names in scale_table.joined_names(kernel) for name in names}
         for name in (self.loaded.keys() & saved.keys()) - ran:
             saved[name] = {key: value.clone() for key, value in self.loaded[name].items()}
         scale_table.save(kernels, saved)
@@ -157,6 +158,16 @@ class Precision:
         for state in self.states:
             state.kernels.clear()
             state.model = None
+
+    def _forget_loaded(self) -> None:
+        """Forget the loaded scales of parameters that have run in training since; they are outdated."""
+        if not self.loaded:
+            return
+        trained = (kernel for kernel in self._kernels() if kernel.last)
+        ran = {name for kernel in trained for names in scale_table.joined_names(kernel) for name in names}
+        self.loaded = {name: row for name, row in self.loaded.items() if name not in ran}
+        for state in self.states:
+            state.saved = self.loaded.get(state.name)
 
     def forget(self, model: nn.Module) -> None:
         """Free the cached quantized weights. The next call quantizes again."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from te_transform.backends.fp8.calibration import RecordedAmax
-from te_transform.backends.fp8.registry import Source, read_state
+from te_transform.backends.fp8.registry import ParameterState, Source, read_state
 
 ScaleRow = dict[str, Tensor]
 """The saved state of one product, in fp32.
@@ -35,6 +35,8 @@ class ScaledKernel(Protocol):
 
     seen: RecordedAmax
     weights: list[Source]
+    last: int
+    """The number of the last forward in training that it ran in, 0 before the first one."""
 
     def delayed(self) -> dict[str, Any]:
         """Return the states of delayed scaling, "forward" and "backward"; {} before there are any.
@@ -45,8 +47,17 @@ class ScaledKernel(Protocol):
 
 def names_of(kernel: ScaledKernel) -> list[str]:
     """Return the name of the first parameter of each weight, or "" if it is unknown."""
-    states = [source.state() for source in kernel.weights]
-    return ["" if state is None else state.name for state in states]
+    return [names[0] for names in joined_names(kernel)]
+
+
+def joined_names(kernel: ScaledKernel) -> list[list[str]]:
+    """Return the names of the parameters of each weight, "" for an unknown one."""
+    return [["" if state is None else state.name for state in _states(source)] for source in kernel.weights]
+
+
+def _states(source: Source) -> list[ParameterState | None]:
+    """Return the states of the parameters of a weight, or of the first one if their tensors are unknown."""
+    return [read_state(parameter) for parameter in source.parameters()] or [source.state()]
 
 
 class RankTable:
@@ -67,9 +78,9 @@ class RankTable:
             if None in numbers:
                 continue
             starts = [number * _TABLE_COLUMNS for number in numbers]
-            for columns, state in _changed_scales(kernel):
-                self.scales.append(state.scale)
-                scale_cells += [start + column for start in starts for column in range(5)[columns]]
+            for number, columns, scale, _ in _changed_scales(kernel):
+                self.scales.append(scale)
+                scale_cells += [starts[number] + column for column in range(5)[columns]]
             for number, column, amax in _waiting(kernel):
                 self.amaxes.append(amax)
                 amax_cells.append(starts[number] + column)
@@ -102,21 +113,28 @@ class RankTable:
 
 def _waiting(kernel: ScaledKernel) -> Iterator[tuple[int, int, Tensor]]:
     """Yield each recorded amax without a scale, with the number of the product and the column."""
-    if len(kernel.seen.used) == len(_DIRECTIONS):
-        return
     for number, product in enumerate(kernel.seen.products):
+        if len(product.used) == len(_DIRECTIONS):
+            continue
         for column, name in enumerate(_AMAX_NAMES, start=5):
             direction, amax = "backward" if name == "grad" else "forward", getattr(product, name)
-            if amax is not None and direction not in kernel.seen.used:
+            if amax is not None and direction not in product.used:
                 yield number, column, amax
 
 
-def _changed_scales(kernel: ScaledKernel) -> Iterator[tuple[slice, Any]]:
-    """Yield the states whose scales are no longer TE's initial ones, with their columns."""
+def _changed_scales(kernel: ScaledKernel) -> Iterator[tuple[int, slice, Tensor, Tensor]]:
+    """Yield the scales that are no longer TE's initial ones.
+
+    Yields:
+        the number of the product, its columns in a row, its scales, and their amax history.
+    """
     states = kernel.delayed()
-    for direction, columns in _DIRECTIONS.items():
-        if states and direction in kernel.seen.used:
-            yield columns, states[direction]
+    for number, product in enumerate(kernel.seen.products if states else ()):
+        for direction, columns in _DIRECTIONS.items():
+            if direction in product.used:
+                width, state = columns.stop - columns.start, states[direction]
+                own = slice(number * width, (number + 1) * width)
+                yield number, columns, state.scale[own], state.amax_history[:, own]
 
 
 def template(names: Iterable[str], length: int) -> dict[str, ScaleRow]:
@@ -137,26 +155,31 @@ def template(names: Iterable[str], length: int) -> dict[str, ScaleRow]:
 
 
 def save(kernels: Iterable[ScaledKernel], saved: Mapping[str, ScaleRow]) -> None:
-    """Write the state of each product into its row, on the CPU.
+    """Write the state of each product into the rows of its parameters, on the CPU.
 
-    Products that share a weight share a row, with the larger amax.
+    Frozen and trained parameters are not joined, so a parameter that is frozen later has run in several
+    products. Its row has the state of the product that ran last in training; of several in the same forward,
+    the larger amax.
     """
-    for kernel in kernels:
-        for number, name in enumerate(names_of(kernel)):
-            if name in saved:
-                _save_product(kernel, number, saved[name])
+    newest: dict[str, int] = {}
+    for kernel in sorted(kernels, key=lambda kernel: kernel.last, reverse=True):
+        rows = []
+        for names in joined_names(kernel):
+            last = [name for name in names if newest.setdefault(name, kernel.last) == kernel.last]
+            rows.append([saved[name] for name in last if name in saved])
+        _save_products(kernel, rows)
 
 
-def _save_product(kernel: ScaledKernel, number: int, row: ScaleRow) -> None:
-    for column, name in enumerate(_AMAX_NAMES):
-        if (amax := getattr(kernel.seen.products[number], name)) is not None:
-            row["seen"][column] = torch.maximum(row["seen"][column], amax.cpu())
-    for columns, state in _changed_scales(kernel):
-        width = columns.stop - columns.start
-        own = slice(number * width, (number + 1) * width)
-        row["scale"][columns] = torch.minimum(row["scale"][columns], state.scale[own].cpu())
-        history = row["amax_history"][:, columns]
-        history.copy_(torch.maximum(history, state.amax_history[:, own].cpu()))
+def _save_products(kernel: ScaledKernel, rows: Sequence[Sequence[ScaleRow]]) -> None:
+    for product, written in zip(kernel.seen.products, rows, strict=True):
+        for column, name in enumerate(_AMAX_NAMES):
+            for row in written if (amax := getattr(product, name)) is not None else ():
+                row["seen"][column] = torch.maximum(row["seen"][column], amax.cpu())
+    for number, columns, scale, history in _changed_scales(kernel):
+        for row in rows[number]:
+            row["scale"][columns] = torch.minimum(row["scale"][columns], scale.cpu())
+            held = row["amax_history"][:, columns]
+            held.copy_(torch.maximum(held, history.cpu()))
 
 
 def combine_ranks(saved: Mapping[str, ScaleRow], maximum: Maximum, device: Any) -> None:
@@ -180,25 +203,34 @@ def combine_ranks(saved: Mapping[str, ScaleRow], maximum: Maximum, device: Any) 
 
 def loaded_for(kernel: ScaledKernel) -> list[ScaleRow] | None:
     """Return the loaded rows that its products start with, or None."""
-    states = [source.state() for source in kernel.weights]
-    rows = [None if state is None else state.saved for state in states]
-    return None if None in rows else rows
+    rows = [[state and state.saved for state in _states(source)] for source in kernel.weights]
+    return None if any(None in joined for joined in rows) else [_joined_row(joined) for joined in rows]
 
 
-def restore(kernel: ScaledKernel, rows: list[ScaleRow], states: Mapping[str, Any]) -> None:
+def _joined_row(rows: Sequence[ScaleRow]) -> ScaleRow:
+    """Return the row of joined parameters: the larger amax, and no number that a parameter has not."""
+    stacked = {key: torch.stack([row[key] for row in rows]) for key in rows[0]}
+    largest = {key: held.amax(0) for key, held in stacked.items()}
+    scale, seen = stacked["scale"], stacked["seen"]
+    return {
+        **largest,
+        "scale": torch.where(scale.isinf().any(0), torch.inf, scale.amin(0)),
+        "seen": torch.where(seen.isinf().any(0), -torch.inf, largest["seen"]),
+    }
+
+
+def restore(kernel: ScaledKernel, rows: Sequence[ScaleRow]) -> None:
     """Write rows into the states of a kernel and into its recorded amax."""
+    device = kernel.delayed()["forward"].scale.device
     for product, row in zip(kernel.seen.products, rows, strict=True):
         for column, name in enumerate(_AMAX_NAMES):
             if row["seen"][column].isfinite():
-                setattr(product, name, row["seen"][column].clone().to(states["forward"].scale.device))
-    for direction, columns in _DIRECTIONS.items():
-        scale = torch.cat([row["scale"][columns] for row in rows])
-        if scale.isinf().any():
-            continue
-        states[direction].scale.copy_(scale)
-        history = torch.cat([row["amax_history"][:, columns] for row in rows], 1)
-        states[direction].amax_history.copy_(history)
-        kernel.seen.used.add(direction)
+                setattr(product, name, row["seen"][column].clone().to(device))
+        known = {name for name, columns in _DIRECTIONS.items() if row["scale"][columns].isfinite().all()}
+        product.used |= known
+    for number, columns, scale, history in _changed_scales(kernel):
+        scale.copy_(rows[number]["scale"][columns])
+        history.copy_(rows[number]["amax_history"][:, columns])
 
 
 def keep_scales(parameters: Iterable[Tensor]) -> None:

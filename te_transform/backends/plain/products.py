@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, Literal, NamedTuple
 
@@ -136,6 +136,10 @@ class MatrixProduct(FusedOp):
     def plain(self, product: Product, x: Tensor, *tensors: Tensor | None) -> Tensor | tuple[Tensor, Tensor]:
         """Run the op in plain PyTorch, with matrix products computed by `product`."""
         raise NotImplementedError
+
+    def trained_products(self, needed: Sequence[bool]) -> list[bool]:
+        """Return True for each product whose output needs a gradient if these arguments of a call do."""
+        return [any(needed[: weight + 2]) for weight in self.PRODUCTS]  # a bias follows its weight
 
 
 class Linear(MatrixProduct):

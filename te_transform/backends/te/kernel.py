@@ -15,13 +15,14 @@ from transformer_engine.pytorch.tensor.float8_tensor import Float8Tensor
 from te_transform.backends.fp8 import scale_table
 from te_transform.backends.fp8.calibration import RecordedAmax
 from te_transform.backends.fp8.checkpointed_calls import NotedCall, NotedCalls
-from te_transform.backends.fp8.current_model import sample_of, stamp_of
+from te_transform.backends.fp8.current_model import running_forward, sample_of, stamp_of
 from te_transform.backends.fp8.fp8_only import FP8Only, is_fp8_only, scale_for
 from te_transform.backends.fp8.products import ProductState
 from te_transform.backends.fp8.registry import Source
 from te_transform.backends.te.lazy_module import LazyModule
 from te_transform.backends.te.recipes import FP8GlobalStateManager, is_delayed, scaling_of
 from te_transform.backends.tensor_version import TensorVersion
+from te_transform.backends.tracing import recorded
 
 
 @dataclass
@@ -54,6 +55,7 @@ class Kernel(LazyModule):
         self.weights = [Source.of(weight) for weight in weights]
         self.in_recipe = False  # True if the last call was meant to run in FP8
         self.in_fp8 = False  # True if it did; False if there were no scales yet
+        self.last = 0  # the number of the last forward in training that it ran in
         self.calls = NotedCalls()
         self.kept = KeptWeights()
         self.scaled = ProductState()  # of compiled calls, without weights
@@ -92,7 +94,7 @@ class Kernel(LazyModule):
         next forward then records inputs again. This synchronizes once per change of the weights.
         """
         state = self.delayed().get("forward")
-        if state is None or "forward" not in self.seen.used:
+        if state is None or not all("forward" in product.used for product in self.seen.products):
             return
         own = state.scale[1 : 3 * len(weights) : 3]
         limit = recipe.fp8_format.value.max_fwd / 2**recipe.margin
@@ -132,30 +134,46 @@ class Kernel(LazyModule):
 
     def notice_other_recipe(self) -> None:
         """Calibrate again if TE dropped the scales, for another recipe of another model."""
-        if self.seen.used and not self.delayed():
+        if self.seen.has_scales and not self.delayed():
+            self.seen = RecordedAmax.of(len(self.weights))
+
+    def note_forward(self, recipe: Any) -> None:
+        """Note the forward in training that runs. Calibrate again if the history has no amax any more.
+
+        It has none if the product has not run for as many steps as the history is long, because a parameter
+        was frozen meanwhile, and its weight was multiplied in another product.
+        """
+        forward = running_forward()
+        if forward is None or not forward.number:
+            return
+        waited, self.last = forward.number - self.last, forward.number
+        if waited <= recipe.amax_history_len or not self.delayed() or recorded():
+            return
+        if not self.delayed()["forward"].amax_history[:, 0].any():
             self.seen = RecordedAmax.of(len(self.weights))
 
     def take_saved(self) -> None:
         """Start with the scales that were loaded for its weights, if there are any."""
-        if not self.seen.used and not self.seen.again and (saved := scale_table.loaded_for(self)) is not None:
+        begins = not self.seen.has_scales and not self.seen.again
+        if begins and (saved := scale_table.loaded_for(self)) is not None:
             self.init_scales()
-            scale_table.restore(self, saved, self.delayed())
+            scale_table.restore(self, saved)
 
-    def give_scales(self, recipe: Any, gradients: bool) -> None:
-        """Set the module's first scales of delayed scaling.
+    def give_scales(self, recipe: Any, trained: Sequence[bool]) -> None:
+        """Set the module's first scales of delayed scaling; the products in `trained` need gradients.
 
         TE's order is input, weight, output of each product in the forward, and the gradients of output and
         input in the backward.
         """
-        limits, products = recipe.fp8_format.value, list(enumerate(self.seen.products))
-        if self.seen.is_new("forward"):
-            self.init_scales()
-            amaxes = {3 * i: product.input for i, product in products}
-            amaxes |= {3 * i + 1: product.weight for i, product in products}
-            _set_scales(self.module.fp8_meta["scaling_fwd"], amaxes, limits.max_fwd, recipe)
-        if gradients and self.seen.is_new("backward"):
-            amaxes = {2 * i: product.grad for i, product in products}
-            _set_scales(self.module.fp8_meta["scaling_bwd"], amaxes, limits.max_bwd, recipe)
+        limits = recipe.fp8_format.value
+        for i, (product, is_trained) in enumerate(zip(self.seen.products, trained, strict=True)):
+            if product.is_new("forward"):
+                self.init_scales()
+                amaxes = {3 * i: product.input, 3 * i + 1: product.weight}
+                _set_scales(self.module.fp8_meta["scaling_fwd"], amaxes, limits.max_fwd, recipe)
+            if is_trained and product.is_new("backward"):
+                amaxes = {2 * i: product.grad}
+                _set_scales(self.module.fp8_meta["scaling_bwd"], amaxes, limits.max_bwd, recipe)
 
     def state(self, recipe: Any, weights: Sequence[Tensor]) -> ProductState:
         """Return the state of a compiled call, the same object while its tensors are the same."""

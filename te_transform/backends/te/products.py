@@ -80,7 +80,7 @@ class _TEProduct(MatrixProduct):
         why = self._why_plain(x, weights, in_fp8, adds_gradients)
         kernel.in_recipe = in_fp8 and why is None
         kernel.in_fp8 = kernel.in_recipe and self._has_scales(
-            kernel, FP8GlobalStateManager.get_fp8_recipe(), weights, _needs_gradient(x, *tensors)
+            kernel, FP8GlobalStateManager.get_fp8_recipe(), weights, self._trained(x, *tensors)
         )
         if _may_be_repeated() and (FP8GlobalStateManager.is_fp8_enabled() or kernel.calls.noted):
             kernel.note_call()
@@ -127,7 +127,7 @@ class _TEProduct(MatrixProduct):
     ) -> Out:
         """Repeat a call of a forward, for a checkpoint."""
         recipe = kernel.module.fp8_meta["recipe"] if call.in_fp8 else None
-        weights, trained = self._weights(tensors), _needs_gradient(x, *tensors)
+        weights, trained = self._weights(tensors), self._trained(x, *tensors)
         if recipe is None or not self._has_scales(kernel, recipe, weights, trained):
             return self.plain(kernel.seen.product(), x, *tensors)
         with kernel.as_before(call, recipe):
@@ -138,7 +138,9 @@ class _TEProduct(MatrixProduct):
         in_fp8, adds_gradients = True, False
         return self._why_plain(x, weights, in_fp8, adds_gradients) is None
 
-    def state_for(self, weights: Sequence[Tensor], bias: bool, trained: bool) -> ProductState | None:
+    def state_for(
+        self, weights: Sequence[Tensor], bias: bool, trained: Sequence[bool]
+    ) -> ProductState | None:
         """Return the `state` of a compiled call in the active recipe, or None if the call cannot be compiled.
 
         It cannot be before there are scales, if gradients are added to main_grad, and with FP8-only weights.
@@ -146,7 +148,7 @@ class _TEProduct(MatrixProduct):
         Args:
             weights: the weights of its products.
             bias: True if it has a bias.
-            trained: True if it has a backward.
+            trained: for each product, True if its output needs a gradient.
         """
         recipe, kernel = FP8GlobalStateManager.get_fp8_recipe(), self._kernel(weights, bias)
         if gradient_sums_of(weights) is not None or any(map(is_fp8_only, weights)):
@@ -164,12 +166,18 @@ class _TEProduct(MatrixProduct):
         call = kernel.call_again()
         return None if call is None else kernel.state_again(call)
 
-    def _has_scales(self, kernel: Kernel, recipe: Any, weights: Sequence[Tensor], trained: bool) -> bool:
+    def _trained(self, *arguments: Tensor | None) -> list[bool]:
+        return self.trained_products([_needs_gradient(argument) for argument in arguments])
+
+    def _has_scales(
+        self, kernel: Kernel, recipe: Any, weights: Sequence[Tensor], trained: Sequence[bool]
+    ) -> bool:
         """Return True if the kernel has scales for a call; compute the first ones if it can."""
         are_new = kernel.look_at(weights)
         if not is_delayed(recipe):
             return True
         kernel.notice_other_recipe()
+        kernel.note_forward(recipe)
         kernel.take_saved()
         if kernel.seen.knows(trained):
             kernel.give_scales(recipe, trained)
