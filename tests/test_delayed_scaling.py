@@ -261,3 +261,15 @@ def test_loaded_scales_are_those_of_the_next_step_alone() -> None:
     other.freeze(everything)
     assert other.step(4) < 0.3
     assert [kernel.in_fp8 for kernel in joined(other)] == [False, False]
+
+
+@each_compiler
+def test_a_first_step_whose_gradients_overflow_gives_no_scales(compile: bool) -> None:
+    """As with a loss scale that is too large at first; the user skips such a step."""
+    run = Run(compile=compile)
+    for number in range(3):
+        (run.fused(inputs(number)) * torch.inf).backward()
+        run.optimizer.zero_grad()
+    assert run.step(3) < 0.3
+    assert run.step(4) < 0.3
+    assert all(kernel.in_fp8 for kernel in run.kernels())

@@ -87,6 +87,13 @@ class RecordedAmax:
         forward = running_forward()
         return known and not calibrating and (forward is None or forward is not self.forward)
 
+    def has_finite(self, trained: Sequence[bool]) -> bool:
+        """Return True if the first scales can be computed from all amax values. Synchronizes for new ones."""
+        forward = [amax for p in self.products if "forward" not in p.used for amax in (p.input, p.weight)]
+        needed = zip(self.products, trained, strict=True)
+        grads = [p.grad for p, is_trained in needed if is_trained and "backward" not in p.used]
+        return all(amax.isfinite() for amax in (*forward, *grads))
+
     def product(self) -> plain.Product:
         """Return plain.product with recording, for the products of one call in order."""
         products, self.forward = iter(self.products), running_forward()

@@ -164,7 +164,12 @@ class Kernel(LazyModule):
 
         TE's order is input, weight, output of each product in the forward, and the gradients of output and
         input in the backward.
+
+        If a gradient overflowed, as with a large loss scale, amax is recorded again.
         """
+        if not self.seen.has_finite(trained):
+            self.seen = RecordedAmax.of(len(self.weights))
+            return
         limits = recipe.fp8_format.value
         for i, (product, is_trained) in enumerate(zip(self.seen.products, trained, strict=True)):
             if product.is_new("forward"):
