@@ -269,6 +269,8 @@ def test_accumulate_runs_uncompiled(compilations: Compiler) -> None:
         accumulated(pair.eager, pair.inputs)
         pair.hold(accumulated)
     assert not compilations
+    why = "did not run compiled: in accumulate(), kernels add gradients to buffers"
+    assert te_transform.report(pair.compiled).fallbacks == {why: 2}
     for _ in range(2):
         pair.hold(trained)
     assert compilations
