@@ -180,7 +180,7 @@ class Specializations:
         lowered = self.lowered.get(sites) or self._lowered(sites)
         known = lowered.constant or lowered.look(call.args)
         if known is None:
-            return _ACCUMULATED if self._accumulates(call.args) else _UNREADY
+            return _UNREADY
         run = self._run_for(lowered, known, call, scaling)
         if run is None:
             return _FAILED
