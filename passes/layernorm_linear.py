@@ -7,15 +7,22 @@ from torch import fx, nn
 
 from te_transform.graph.nodes import called
 from te_transform.graph.pattern import Linear, Norm, OneOf, Var
-from te_transform.graph.written_out import Normalized, detaches_statistics
+from te_transform.graph.written_out import AfterNorm, Normalized, detaches_statistics
 from te_transform.plan.rule import Operation, Rule
 
 NORMALIZATION = {"layer_norm": "LayerNorm", "rms_norm": "RMSNorm"}
+_SELECTED_ROWS = {"getitem", "narrow", "select", "index_select"}
 
 
-def refuse(norm: Operation | None = None, normalized: fx.Node | None = None) -> Iterator[str]:
+def refuse(
+    norm: Operation | None = None,
+    normalized: fx.Node | None = None,
+    functions: tuple[str, ...] = (),
+) -> Iterator[str]:
     """Yield why the op cannot compute a norm; ones and zeros replace a missing scale or bias."""
-    if norm is None and detaches_statistics(normalized):
+    if functions:
+        yield from _of_calls_between(functions)
+    elif norm is None and detaches_statistics(normalized):
         yield (
             "the linear reads a norm whose statistics are detached, but LayerNormLinear computes their "
             "gradient too: remove detach(), if you can retrain"
@@ -26,6 +33,20 @@ def refuse(norm: Operation | None = None, normalized: fx.Node | None = None) -> 
             "needs LayerNorm or RMSNorm: call F.layer_norm or F.rms_norm with its scale and bias, if the "
             "math allows"
         )
+
+
+def _of_calls_between(functions: tuple[str, ...]) -> Iterator[str]:
+    """Yield what to do with calls between a norm and a linear."""
+    if functions == ("dropout",):
+        step = "set the dropout to 0"
+    elif {*functions} <= _SELECTED_ROWS:
+        step = "take the rows before the norm"
+    else:
+        step = "pass compile=True, which joins these operations"
+    yield (
+        f"the linear reads a norm through {', '.join(functions)}, but LayerNormLinear has nothing between "
+        f"the two: {step}"
+    )
 
 
 def build(backend, norm: Operation, shared: tuple[str, ...]) -> nn.Module:
@@ -40,7 +61,11 @@ def build(backend, norm: Operation, shared: tuple[str, ...]) -> nn.Module:
 
 RULE = Rule(
     name="layernorm_linear",
-    pattern=OneOf(Linear(Norm(Var("x"))), Linear(Normalized("normalized"))),
+    pattern=OneOf(
+        Linear(Norm(Var("x"))),
+        Linear(Normalized("normalized")),
+        Linear(AfterNorm("functions")),
+    ),
     refuse=refuse,
     build=build,
     reads=("x", "norm.weight", "norm.bias", "linear.weight", "linear.bias"),

@@ -10,7 +10,7 @@ from te_transform.backends.plain import SLOPES, clamped
 from te_transform.graph import ops
 from te_transform.graph.nodes import is_number, is_tensor_node, numel_of
 from te_transform.graph.pattern import Call, Linear, Norm, OneOf, Pattern, Var
-from te_transform.graph.pointwise import Pointwise, leads_elsewhere
+from te_transform.graph.pointwise import Between, leads_elsewhere
 from te_transform.passes import layernorm_linear
 from te_transform.plan.rule import Operation, Rule
 
@@ -47,7 +47,7 @@ def activation_pattern(fc1: Pattern) -> OneOf:
 
 
 _NORM_FC1 = Linear(Norm(Var("x")), role="fc1")
-_HIDDEN, _OTHER = activation_pattern(_NORM_FC1), Pointwise(_NORM_FC1, role="functions")
+_HIDDEN, _OTHER = activation_pattern(_NORM_FC1), Between(_NORM_FC1, "functions")
 
 
 def _with_dropout(hidden: Pattern) -> Call:

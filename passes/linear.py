@@ -6,11 +6,13 @@ import torch
 from torch import fx, nn
 
 from te_transform.graph import ops
-from te_transform.graph.nodes import is_parameter, is_tensor_node, may_be_view, shape_of
+from te_transform.graph.nodes import called, is_parameter, is_tensor_node, may_be_view, shape_of
 from te_transform.graph.pattern import Call, Linear, OneOf
 from te_transform.plan.rule import Operation, Rule
 
-_PRODUCTS = (torch.matmul, torch.bmm, torch.conv1d)
+_CONVOLUTIONS = (torch.conv1d, torch.conv2d, torch.conv3d)
+_SELECTIONS = {"embedding", "gather", "index_select", "take_along_dim"}
+_PRODUCTS = (torch.matmul, torch.bmm, torch.einsum, *_CONVOLUTIONS)
 
 
 def refuse(linear: Operation | None = None, product: fx.Node | None = None) -> Iterator[str | None]:
@@ -20,31 +22,45 @@ def refuse(linear: Operation | None = None, product: fx.Node | None = None) -> I
 
 
 def _of_product(product: fx.Node) -> Iterator[str]:
-    stored = [factor for factor in map(_stored_factor, product.args[:2]) if is_parameter(factor)]
+    factors = product.all_input_nodes[:2]
+    stored = [factor for factor in map(_stored_factor, factors) if is_parameter(factor)]
     if len(stored) != 1:
         return
     shape = [*shape_of(stored[0])]
-    if product.target is torch.conv1d:
-        if shape[1:] == [*shape_of(product.args[0])[-2:-1], 1]:
+    if product.target in _CONVOLUTIONS:
+        if shape[1:] == [shape_of(factors[0])[1 - len(shape)], *[1] * (len(shape) - 2)]:
             yield (
                 "the convolution has a kernel of one element, but the fused linear reads channels from the "
                 "last dimension: call F.linear on [..., length, channels] with weight.flatten(1)"
             )
     elif len(shape) > 2:
-        yield (
-            f"the product has a stack of matrices {shape}, one for each head or group, but the fused linear "
-            "has one matrix: no kernel supports several"
-        )
-    elif stored[0] is _stored_factor(product.args[0]):
+        if product.target is not torch.einsum or _is_matrix_product(product):
+            yield (
+                f"the product has a stack of matrices {shape}, one for each head, group or token, but the "
+                "fused linear has one matrix: no kernel supports several"
+            )
+    elif stored[0] is _stored_factor(factors[0]) and product.target is not torch.einsum:
         yield (
             "the product has its parameter on the left, but the fused linear needs it on the right: call "
             "F.linear(x.mT, weight).mT"
         )
 
 
+def _is_matrix_product(einsum: fx.Node) -> bool:
+    """Return True if an einsum of two tensors sums over a dimension of both and keeps one of the second."""
+    terms, _, result = str(einsum.args[0]).replace(".", "").partition("->")
+    first, *others = map(set, terms.split(","))
+    return (
+        len(others) == 1 and bool((first & others[0]) - {*result}) and bool((others[0] - first) & {*result})
+    )
+
+
 def _stored_factor(factor: fx.Node) -> fx.Node:
-    while is_tensor_node(factor) and (may_be_view(factor) or factor.target is ops.cast):
-        factor = factor.args[0]
+    """Return the tensor of which a factor is a view, a cast or a selection."""
+    while is_tensor_node(factor) and (
+        may_be_view(factor) or factor.target is ops.cast or called(factor) in _SELECTIONS
+    ):
+        factor = factor.args[called(factor) == "embedding"]
     return factor
 
 

@@ -18,6 +18,14 @@ from tests.zoo import CASES, seeded, zero_dropout
 # The sentences
 
 DROPPED = "a dropout of 0.1 precedes the second linear, but LayerNormMLP has no dropout there: set it to 0"
+NORM_DROPPED = (
+    "the linear reads a norm through dropout, but LayerNormLinear has nothing between the two: set the "
+    "dropout to 0"
+)
+NORM_SCALED = (
+    "the linear reads a norm through dropout, mul, but LayerNormLinear has nothing between the two: pass "
+    "compile=True, which joins these operations"
+)
 HANDED_OUT = (
     "the attention's scores or probabilities are also read by mean, but fused attention does not return "
     "them: pass need_weights=False or output_attentions=False, or let nothing else read them"
@@ -75,6 +83,8 @@ REFUSED = {
             "encoder.block.{0,1}.layer.1.DenseReluDense  x2",
             "decoder.block.0.layer.2.DenseReluDense  x1",
         ],
+        ("layernorm_linear", NORM_DROPPED): ["decoder.block.0.layer.1.EncDecAttention  x1"],
+        ("layernorm_linear", NORM_SCALED): ["lm_head  x1"],
     },
     "torch_encoder_pre": {
         ("layernorm_mlp", DROPPED): ["layers.{0,1}  x2"],

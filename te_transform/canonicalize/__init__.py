@@ -29,7 +29,7 @@ from te_transform.canonicalize.products import spell_products
 from te_transform.canonicalize.rotary import ROTARY, WIDE_ROTARY, join_parts
 from te_transform.canonicalize.scattered import scatter_columns
 from te_transform.canonicalize.score_layout import drop_score_transposes
-from te_transform.canonicalize.shared import share_angles, share_norms
+from te_transform.canonicalize.shared import share_angles, share_detached, share_norms
 from te_transform.canonicalize.sizes import read_sizes_early
 from te_transform.canonicalize.softmax import SOFTMAXES
 from te_transform.canonicalize.spelling import spell, spell_indices, spell_pieces
@@ -80,6 +80,7 @@ def canonicalize(graph: fx.Graph, forms: Sequence[Forms] = ()) -> fx.Graph:
     spell_functions(canonical, graph.owning_module, canonicalize)
     drop_noise(canonical)
     share_angles(canonical)
+    share_detached(canonical)
     join_parts(canonical)
     write(canonical, SOFTMAXES)
     drop_score_transposes(canonical)

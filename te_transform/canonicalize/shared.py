@@ -40,6 +40,11 @@ def _made_into_angles(graph: fx.Graph) -> set[fx.Node]:
     return angles
 
 
+def share_detached(graph: fx.Graph) -> None:
+    """Make norms that detach their input twice, in the mean and in the sum, read one detached tensor."""
+    _share(graph, {node for node in graph.nodes if node.target is torch.Tensor.detach}, lambda readers: True)
+
+
 def share_norms(graph: fx.Graph) -> None:
     """Make linears that read equal calls of a norm read the same call.
 

@@ -1,17 +1,26 @@
-"""A pattern for pointwise functions of any name."""
+"""A pattern for functions of any name between two values."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._ops import HigherOrderOperator
 
 from te_transform.graph import ops
-from te_transform.graph.nodes import called, is_model_tensor, is_tensor_node, may_be_view, reached, value
+from te_transform.graph.nodes import (
+    called,
+    is_foreign,
+    is_model_tensor,
+    is_tensor_node,
+    may_be_view,
+    reached,
+    value,
+)
 from te_transform.graph.pattern import Match, Misses, Pattern, note
 
 _POINTWISE_OPS = (*ops.ACTIVATION_OPS, ops.cast, ops.dropout)
@@ -23,17 +32,22 @@ _UNTAGGED = frozenset(
     }
 )  # fmt: skip
 
-_REORDERINGS = frozenset(
-    {"flip", "fliplr", "flipud", "roll"}
-)  # their result has the same elements in another order
+_INDICES = (None, torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
+_MATRIX_PRODUCTS = frozenset(
+    {
+        "addbmm", "addmm", "addmv", "addr", "baddbmm", "bilinear", "bmm", "cdist", "chain_matmul", "dot",
+        "einsum", "ger", "grouped_mm", "gru", "inner", "kron", "linear", "lstm", "matmul", "mm",
+        "multi_dot", "multi_head_attention_forward", "mv", "outer", "rnn_relu", "rnn_tanh",
+        "scaled_dot_product_attention", "sdpa", "tensordot", "wide_linear",
+    }
+)  # fmt: skip
 
 
-class Pointwise(Pattern):
-    """A pattern for a pointwise function of a value that `inner` matches, views of it, and model tensors.
+class Between(Pattern):
+    """A pattern for a pointwise function of a value that `inner` matches, among calls that are no products.
 
-    Its elements may be in another order.
-
-    The match binds `role` to the names of the functions, in graph order.
+    Tensors of the model may enter. If some calls are not pointwise, such as convolutions, only the root of
+    the match may read what is computed from the value. The match binds `role` to the names of the calls.
     """
 
     def __init__(self, inner: Pattern, role: str):
@@ -44,39 +58,61 @@ class Pointwise(Pattern):
         return "a pointwise function"
 
     def match(self, value: Any, so_far: Match, misses: Misses) -> Iterator[Match]:
-        nodes, source = _computed(value)
-        computing = [node for node in reversed(nodes) if not (may_be_view(node) or _is_made(node))]
-        names = tuple(dict.fromkeys(map(called, computing)))
-        here = so_far.bind(self.role, names) if any(map(_bends, nodes)) else None
-        if source is None or here is None:
+        nodes, sources = calls_towards(value)
+        here = so_far.bind(self.role, call_names(nodes)) if any(map(_bends, nodes)) else None
+        if len(sources) != 1 or here is None or self._leads_elsewhere(so_far.root, nodes, *sources):
             note(misses, so_far, value, self)
             return
-        yield from self.inner.match(source, replace(here, nodes=(*here.nodes, *nodes)), misses)
+        yield from self.inner.match(*sources, replace(here, nodes=(*here.nodes, *reversed(nodes))), misses)
+
+    def _leads_elsewhere(self, root: fx.Node, nodes: list[fx.Node], source: fx.Node) -> bool:
+        return not all(map(_keeps_positions, nodes)) and leads_elsewhere(source, root)
 
 
-def _computed(root: Any) -> tuple[list[fx.Node], fx.Node | None]:
-    """Return the pointwise calls and views that compute `root`, root first, and their only source.
+def _keeps_positions(node: fx.Node) -> bool:
+    is_reordering = called(node) in ("flip", "fliplr", "flipud", "roll")
+    return is_reordering or is_pointwise(node) or may_be_view(node) or _is_made(node)
 
-    The source is None if there are several.
+
+def calls_towards(
+    root: Any, passes: Callable[[fx.Node], bool] = lambda node: True
+) -> tuple[list[fx.Node], list[fx.Node]]:
+    """Return the calls that compute a value, in graph order, and the values at which they begin.
+
+    They begin at matrix products, at inputs, and at calls for which `passes` is False. Tensors of the model
+    are left out.
     """
+
+    def is_inside(node: fx.Node) -> bool:
+        return is_passed(node) and passes(node)
+
     found = reached(
         [root] if isinstance(root, fx.Node) else [],
-        lambda node: node.all_input_nodes if _is_passed(node) else (),
-        lambda node: _holds_tensors(node) and not is_model_tensor(node),
+        lambda node: node.all_input_nodes if is_inside(node) else (),
+        lambda node: _dtype_held(node) not in _INDICES and not is_model_tensor(node),
     )
-    inside = set(filter(_is_passed, found))
-    sources = {*found} - inside
-    return sorted(inside, reverse=True), sources.pop() if len(sources) == 1 else None
+    inside = set(filter(is_inside, found))
+    values = {node for node in found if _dtype_held(node) is not torch.bool}
+    return sorted(inside), sorted(values - inside)
 
 
-def _holds_tensors(node: fx.Node) -> bool:
-    """Return True for a tensor, and for the parts of a split or of an unbind."""
+def call_names(nodes: list[fx.Node]) -> tuple[str, ...]:
+    """Return the names of the calls, each once: those that compute if there are any, else the views."""
+    computing = [node for node in nodes if not (may_be_view(node) or _is_made(node))]
+    return tuple(dict.fromkeys(map(called, computing or nodes)))
+
+
+def _dtype_held(node: fx.Node) -> torch.dtype | None:
+    """Return the dtype of a tensor, or of the parts of a split or of an unbind; None for other values."""
     held = value(node)
-    return isinstance(held[0] if isinstance(held, (tuple, list)) and held else held, Tensor)
+    held = held[0] if isinstance(held, (tuple, list)) and held else held
+    return held.dtype if isinstance(held, Tensor) else None
 
 
-def _is_passed(node: fx.Node) -> bool:
-    return is_pointwise(node) or may_be_view(node) or _is_made(node) or called(node) in _REORDERINGS
+def is_passed(node: fx.Node) -> bool:
+    """Return True for a call of a function that is not a matrix product, as far as its name tells."""
+    is_call = node.op in ("call_function", "call_method") and not isinstance(node.target, HigherOrderOperator)
+    return is_call and called(node) not in _MATRIX_PRODUCTS and not is_foreign(node)
 
 
 def _is_made(node: fx.Node) -> bool:
@@ -88,9 +124,9 @@ def _is_made(node: fx.Node) -> bool:
 
 
 def leads_elsewhere(node: fx.Node, end: fx.Node) -> bool:
-    """Return True if a node other than `end` reads the node, or reads a pointwise function or view of it."""
-    readers = reached(node.users, lambda user: user.users if user is not end and _is_passed(user) else ())
-    return not all(user is end or _is_passed(user) for user in readers)
+    """Return True if a node other than `end` reads the node, or reads a value that is computed from it."""
+    readers = reached(node.users, lambda user: user.users if user is not end and is_passed(user) else ())
+    return not all(user is end or is_passed(user) for user in readers)
 
 
 def is_pointwise(node: fx.Node) -> bool:
@@ -109,8 +145,8 @@ def _is_tagged(name: str) -> bool:
 
 
 def _bends(node: fx.Node) -> bool:
-    """Return True if the node is more than a view, a cast, a dropout or a multiple, as LoRA has."""
-    if may_be_view(node) or _is_made(node) or node.target in (ops.cast, ops.dropout, torch.neg):
+    """Return True if the node is more than a cast, a dropout or a multiple, as LoRA has."""
+    if not is_pointwise(node) or node.target in (ops.cast, ops.dropout, torch.neg):
         return False
     tensors = sum(is_tensor_node(argument) for argument in node.args)
     return node.target not in (torch.mul, torch.div) or tensors > 1

@@ -20,11 +20,12 @@ from te_transform.graph.nodes import (
     is_tensor_node,
     may_be_view,
     reached,
+    same_shape,
     shape_of,
     value,
 )
 from te_transform.graph.pattern import Match, Misses, Pattern
-from te_transform.graph.pointwise import is_pointwise
+from te_transform.graph.pointwise import call_names, calls_towards, is_pointwise
 
 _AFFINE = (torch.mul, torch.div, torch.add, torch.sub, torch.neg, ops.cast)
 _NORMALIZING = (*ops.NORMS, F.normalize)
@@ -38,7 +39,10 @@ _SCORE_PRODUCTS = frozenset({"mul", "matmul", "bmm", "einsum", "addcmul"})
 
 
 class Normalized(Pattern):
-    """A pattern for a value [..., width] shifted and scaled by statistics of its rows; binds `role`."""
+    """A pattern for a value [..., width] shifted and scaled by statistics of its rows; binds `role`.
+
+    The width may be another dimension that a transpose puts last, such as the channels of an image.
+    """
 
     depth = 2
 
@@ -50,8 +54,36 @@ class Normalized(Pattern):
 
     def match(self, value: Any, so_far: Match, misses: Misses) -> Iterator[Match]:
         """Yield the match if the value is a manual norm."""
-        if is_tensor_node(value) and value.target not in ops.NORMS and _calls_of_norm(value):
-            yield replace(so_far, bound={**so_far.bound, self.role: value})
+        if is_tensor_node(value) and (calls := _calls_of_norm(value)):
+            yield replace(so_far, bound={**so_far.bound, self.role: max(calls)})
+
+
+class AfterNorm(Pattern):
+    """A pattern for a value that calls compute from a norm, for linears; binds `role` to their names."""
+
+    depth = 2
+
+    def __init__(self, role: str):
+        self.role = role
+
+    def match(self, value: Any, so_far: Match, misses: Misses) -> Iterator[Match]:
+        """Yield the match if calls other than matrix products lie between a norm and the value."""
+        nodes, sources = calls_towards(value, lambda node: _serves_linears(node) and not _is_norm(node))
+        behind = set(filter(_is_norm, sources))
+        for node in nodes:
+            behind.update([node] if behind.intersection(node.all_input_nodes) else [])
+        if found := call_names([node for node in nodes if node in behind]):
+            yield replace(so_far, bound=so_far.bound | {self.role: found})
+
+
+def _is_norm(node: fx.Node) -> bool:
+    return node.target in ops.NORMS or bool(_calls_of_norm(node))
+
+
+def _serves_linears(node: fx.Node) -> bool:
+    """Return True if a call reads one computed value, has one reader, or is read by linears alone."""
+    computed = sum(map(_is_computed, node.all_input_nodes))
+    return computed < 2 or len(node.users) < 2 or all(user.target is ops.linear for user in node.users)
 
 
 def detaches_statistics(normalized: fx.Node) -> bool:
@@ -59,23 +91,46 @@ def detaches_statistics(normalized: fx.Node) -> bool:
     return any(node.target is torch.Tensor.detach for node in _calls_of_norm(normalized))
 
 
-def _calls_of_norm(root: fx.Node) -> set[fx.Node]:
-    """Return the calls of a written-out norm, or an empty set if `root` is none.
+def _calls_of_norm(last: fx.Node) -> set[fx.Node]:
+    """Return the calls of a written-out norm of rows, or an empty set if `last` is none.
 
     A norm is an affine function of one value and of statistics of the value's rows.
     """
-    found = reached([root], lambda node: node.all_input_nodes if _is_affine(node) else (), _is_computed)
-    norms = [node for node in found if node.target in _NORMALIZING]
-    ends = [node for node in found if node not in norms and not _is_affine(node)]
-    columns = [node for node in ends if _is_column(node)]
+    root, dim = _before_turns(last)
+    found = reached([root], lambda node: node.all_input_nodes if _is_affine(node, dim) else (), _is_computed)
+    norms = [node for node in found if node.target in _NORMALIZING and dim == -1]
+    ends = [node for node in found if node not in norms and not _is_affine(node, dim)]
+    columns = [node for node in ends if _is_column(node, dim)]
     sources = {node.args[0] for node in norms} | {node for node in ends if node not in columns}
+    if len(sources) != 1 or not (norms or columns) or root.target in ops.NORMS:
+        return set()
+    rows = _without(shape_of(*sources), dim)
     statistics = [_calls_of_statistic(node, sources) for node in columns]
-    is_norm = len(sources) == 1 and bool(norms or columns) and all(statistics)
+    is_norm = all(statistics) and all(same_shape(_without(shape_of(node), dim), rows) for node in columns)
     return {*found}.union(*statistics) - sources if is_norm else set()
 
 
-def _is_affine(node: fx.Node) -> bool:
-    return node.target in _AFFINE and not _is_column(node)
+def _before_turns(node: fx.Node) -> tuple[fx.Node, int]:
+    """Return the value before transposes and flattened images, and its dimension that they put last."""
+    dim = -1
+    while node.target in (torch.t, torch.transpose, torch.permute, torch.reshape):
+        shape, (read, *how) = shape_of(node), node.args
+        if node.target is torch.reshape:
+            kept = len(shape) + dim + 1  # the leading dimensions, up to this one
+            if dim == -1 or not same_shape(shape[:kept], shape_of(read)[:kept]):
+                break
+            dim = kept - 1 - len(shape_of(read))
+        elif node.target is torch.permute:
+            dim = how[0][dim] - len(shape)
+        else:
+            one, other = how or (-2, -1)
+            dim = {one: other, other: one}.get(dim, dim)
+        node = read
+    return node, dim
+
+
+def _is_affine(node: fx.Node, dim: int) -> bool:
+    return node.target in _AFFINE and not _is_column(node, dim)
 
 
 def _is_computed(node: fx.Node) -> bool:
@@ -83,8 +138,13 @@ def _is_computed(node: fx.Node) -> bool:
     return is_tensor_node(node) and not _is_of_model(node)
 
 
-def _is_column(node: fx.Node) -> bool:
-    return shape_of(node)[-1:] == (1,) and len(shape_of(node)) > 1
+def _is_column(node: fx.Node, dim: int) -> bool:
+    return len(shape_of(node)) > max(1, -1 - dim) and same_shape(shape_of(node)[dim:][:1], (1,))
+
+
+def _without(shape: torch.Size, dim: int) -> list[Any]:
+    """Return the sizes of all other dimensions."""
+    return [size for place, size in enumerate(shape, -len(shape)) if place != dim]
 
 
 def _is_of_model(node: fx.Node) -> bool:

@@ -330,10 +330,129 @@ def test_refuses_an_input_that_is_written_to_later() -> None:
             torch.testing.assert_close(grad, expected, atol=0.1, rtol=0.05)
 
 
-@pytest.mark.parametrize("between", [nn.Tanh, lambda: nn.LayerNorm(H)])
-def test_operations_between_norm_and_linear_are_no_reason(between: Make) -> None:
-    report = fused(sequential(norm(), between, nn.Tanh, linear()))
-    assert reasons(report, "layernorm_linear") == set()
+def image(norm: Callable[[Written, Tensor], Tensor]) -> Make:
+    """A norm over the channels of an image, and a linear over its channels."""
+
+    def forward(model: Written, x: Tensor) -> Tensor:
+        return model.linear(norm(model, x.mT[..., :4].unflatten(-1, (2, 2))).flatten(2).mT)
+
+    return written(forward, linear=linear(), w=lambda: nn.Parameter(torch.rand(H, 1, 1)))
+
+
+def over_channels(model: Written, x: Tensor) -> Tensor:
+    centered = x - x.mean(1, keepdim=True)
+    return model.w * centered / torch.sqrt(centered.pow(2).mean(1, keepdim=True) + 1e-6)
+
+
+def over_pixels(model: Written, x: Tensor) -> Tensor:
+    return model.w * x / torch.sqrt(x.pow(2).mean((2, 3), keepdim=True) + 1e-6)
+
+
+def test_refuses_a_norm_over_the_channels_of_images() -> None:
+    report = fused(image(over_channels))
+    assert reasons(report, "layernorm_linear") == {WRITTEN_OUT.format("div")}
+    assert not reasons(sites(image(over_pixels)), "layernorm_linear")
+
+
+JOINED = "pass compile=True, which joins these operations"
+BETWEEN = "the linear reads a norm through {}, but LayerNormLinear has nothing between the two: {}"
+
+
+def modulated(model: Written, x: Tensor) -> Tensor:
+    """As diffusion transformers do."""
+    scale, shift = model.condition(x.mean(1, keepdim=True)).chunk(2, -1)
+    return model.linear(model.norm(x) * (1 + scale) + shift)
+
+
+def positioned(model: Written, x: Tensor) -> Tensor:
+    """As DETR does for queries and keys."""
+    y, positions = model.norm(x), model.condition(x)[..., :H]
+    return model.linear(y + positions) + y
+
+
+def gated(model: Written, x: Tensor) -> Tensor:
+    return model.linear(model.norm(x) * F.silu(model.condition(x)[..., :H]))
+
+
+def of_heads(model: Written, x: Tensor) -> Tensor:
+    return model.linear(F.rms_norm(x.unflatten(-1, (2, -1)), (H // 2,)).flatten(2))
+
+
+def shifted(model: Written, x: Tensor) -> Tensor:
+    """As RWKV does."""
+    y = model.norm(x)
+    return model.linear(torch.lerp(y, F.pad(y, (0, 0, 1, -1)), model.norm.weight))
+
+
+WITH_CALLS_BETWEEN = {
+    "a function": (lambda m, x: m.linear(m.norm(x).tanh().sin()), "tanh, sin", JOINED),
+    "a dropout": (lambda m, x: m.linear(F.dropout(m.norm(x), 0.1)), "dropout", "set the dropout to 0"),
+    "a dropout that others read": (
+        lambda m, x: (lambda y: m.linear(y) + y)(F.dropout(m.norm(x), 0.1)),
+        "dropout",
+        "set the dropout to 0",
+    ),
+    "the first token": (lambda m, x: m.linear(m.norm(x)[:, 0]), "getitem", "take the rows before the norm"),
+    "a mean": (lambda m, x: m.linear(m.norm(x).mean(1)), "mean", JOINED),
+    "two norms in a row": (
+        lambda m, x: m.linear(torch.cat((m.norm(x), m.other(-x)), 1)),
+        "cat",
+        JOINED,
+    ),
+    "two norms in a sum": (lambda m, x: m.linear(m.norm(x) + m.other(-x)), "add", JOINED),
+    "a computed scale and shift": (modulated, "mul, add", JOINED),
+    "positions": (positioned, "add", JOINED),
+    "a gate": (gated, "mul", JOINED),
+    "heads": (of_heads, "reshape", JOINED),
+    "a shift by a token": (shifted, "pad, lerp", JOINED),
+    "a mask": (lambda m, x: m.linear(m.norm(x).masked_fill(x[..., :1] > 0, 0)), "masked_fill", JOINED),
+    "rows of all tokens, and others": (
+        lambda m, x: (lambda y: m.linear(y) + y)(m.norm(x).transpose(0, 1)),
+        "transpose",
+        JOINED,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WITH_CALLS_BETWEEN)
+def test_calls_between_norm_and_linear_are_named(name: str) -> None:
+    function, names, step = WITH_CALLS_BETWEEN[name]
+    make = written(function, norm=norm(), other=norm(), linear=linear(), condition=linear(H, 2 * H))
+    assert reasons(sites(make), "layernorm_linear") == {BETWEEN.format(names, step)}
+
+
+def test_the_advised_order_is_fused() -> None:
+    def first(model: Written, x: Tensor) -> Tensor:
+        return model.linear(model.norm(x[:, 0]))
+
+    assert fused(own(first)).counts == {"layernorm_linear": 1}
+    without = written(lambda m, x: m.linear(F.dropout(m.norm(x), 0.0)), norm=norm(), linear=linear())
+    assert fused(without).counts == {"layernorm_linear": 1}
+
+
+def test_a_sum_of_norms_that_other_sums_read_is_no_reason() -> None:
+    """In OLMo 2 and Swin v2, norms follow attention and MLP, and linears read the sum of all before."""
+
+    def forward(model: Written, x: Tensor) -> Tensor:
+        for _ in range(2):
+            x = x + model.norm(model.linear(x).tanh())
+        return x
+
+    assert not reasons(sites(own(forward)), "layernorm_linear")
+
+
+@pytest.mark.parametrize("detached", ["input", "statistics"])
+def test_a_norm_may_detach_its_input_twice(detached: str) -> None:
+    def forward(model: Written, x: Tensor) -> Tensor:
+        y = x.detach() if detached == "input" else x
+        centered = y - x.detach().mean(-1, True)
+        return model.linear(centered * torch.rsqrt(x.detach().var(-1, False, True) + 1e-6)) + x
+
+    report = fused(own(forward))
+    if detached == "input":
+        report.expect(layernorm_linear=1)
+    else:
+        assert reasons(report, "layernorm_linear") == {DETACHED}
 
 
 def test_a_norm_that_is_read_in_both_orders_stays() -> None:

@@ -257,6 +257,54 @@ NAMED = {  # an activation that no kernel has, and what it is called
 }
 
 
+def convolved(x: Tensor, width: int = FFN) -> Tensor:
+    """As PVT v2 and SegFormer do: a depthwise convolution over the tokens."""
+    return F.conv1d(x.mT, torch.ones(width, 1, 3), padding=1, groups=width).mT
+
+
+def normalized_response(x: Tensor) -> Tensor:
+    """As ConvNeXt v2 does."""
+    length = x.norm(dim=1, keepdim=True)
+    return x * (length / (length.mean(-1, keepdim=True) + 1e-6)) + x
+
+
+NOT_POINTWISE = {
+    "a depthwise convolution": (lambda x: F.gelu(convolved(x)), "conv1d, gelu"),
+    "one after the activation": (lambda x: convolved(F.gelu(x)), "gelu, conv1d"),
+    "a norm": (lambda x: F.layer_norm(F.gelu(x), (FFN,)), "gelu, layer_norm"),
+    "a norm of responses": (
+        lambda x: normalized_response(F.gelu(x)),
+        "gelu, linalg_vector_norm, mean, add, div, mul",
+    ),
+    "a sum over tokens": (lambda x: F.gelu(x).cumsum(1), "gelu, cumsum"),
+    "a sort": (lambda x: F.gelu(x.sort(-1).values), "sort, gelu"),
+}
+
+
+@pytest.mark.parametrize("name", NOT_POINTWISE)
+def test_calls_between_the_linears_that_are_not_pointwise_are_named(name: str) -> None:
+    act, called = NOT_POINTWISE[name]
+    assert reasons(fused(mlp(act)), "layernorm_mlp") == {
+        f"the activation is made of {called}, but LayerNormMLP has only gelu, gelu_tanh, quick_gelu, relu, "
+        "silu, squared_relu: no kernel supports others"
+    }
+
+
+def test_a_convolution_whose_result_others_read_is_no_activation() -> None:
+    """Mamba's linear for the step sizes reads the convolution that its scan reads too."""
+
+    def forward(model: nn.Module, x: Tensor) -> Tensor:
+        y, gate = model.both(model.norm(x)).chunk(2, -1)
+        y = F.silu(convolved(y, H))
+        return model.out((F.softplus(model.step(y)) * y).cumsum(1) * F.silu(gate))
+
+    make = written(forward, norm=rms_norm, both=linear(H, 2 * H), step=linear(), out=linear())
+    assert reasons(sites(make), "layernorm_mlp") == {
+        "the linear has columns beside a gate and its product, but LayerNormMLP needs only these: give the "
+        "MLP its own linear and norm, if you can retrain"
+    }
+
+
 @pytest.mark.parametrize("name", NAMED)
 def test_an_activation_that_no_kernel_has_is_named(name: str) -> None:
     act, called = NAMED[name]

@@ -143,6 +143,14 @@ COMPUTED = (
     "the linear's weight is computed at every call, but kernels need a parameter: compute it once and store "
     "it, if you can retrain"
 )
+STACK = (
+    "the product has a stack of matrices [3, 16, 16], one for each head, group or token, but the fused "
+    "linear has one matrix: no kernel supports several"
+)
+CHANNELS = (
+    "the convolution has a kernel of one element, but the fused linear reads channels from the last "
+    "dimension: call F.linear on [..., length, channels] with weight.flatten(1)"
+)
 REFUSES = {
     "a product with a factor": (added(lambda m, x: torch.addmm(m.b, x[0], m.w, alpha=2.0)), COMPUTED),
     "a product with a factor, without its bias": (
@@ -158,18 +166,29 @@ REFUSES = {
             lambda m, x: torch.einsum("bthd,hde->bthe", x.unflatten(-1, (4, 4)), m.w),
             w=lambda: nn.Parameter(torch.randn(4, 4, 4)),
         ),
-        "the product has a stack of matrices [4, 4, 4], one for each head or group, but the fused linear has "
-        "one matrix: no kernel supports several",
+        "the product has a stack of matrices [4, 4, 4], one for each head, group or token, but the fused "
+        "linear has one matrix: no kernel supports several",
     ),
     "a parameter on the left": (
         added(lambda m, x: m.w @ x.mT),
         "the product has its parameter on the left, but the fused linear needs it on the right: call "
         "F.linear(x.mT, weight).mT",
     ),
+    "a matrix for each token": (
+        banked(lambda m, x: torch.einsum("bti,btij->btj", x, m.bank[x[..., 0].long() % 3])),
+        STACK,
+    ),
+    "a product with a matrix for each token": (
+        banked(lambda m, x: m.bank.index_select(0, x[0, :, 0].long() % 3) @ x[..., None]),
+        STACK,
+    ),
+    "a convolution of one pixel": (
+        written(lambda m, x: m.inner(x.mT.unflatten(-1, (1, -1))), inner=lambda: nn.Conv2d(H, H, 1)),
+        CHANNELS,
+    ),
     "a convolution of one element": (
         written(lambda m, x: m.inner(x.mT), inner=lambda: nn.Conv1d(H, H, 1)),
-        "the convolution has a kernel of one element, but the fused linear reads channels from the last "
-        "dimension: call F.linear on [..., length, channels] with weight.flatten(1)",
+        CHANNELS,
     ),
     "computed": (
         written(lambda m, x: F.linear(x, m.inner.weight * 2), inner=linear()),
@@ -261,6 +280,18 @@ def test_the_advised_spelling_is_fused(name: str) -> None:
 def test_refuses(name: str) -> None:
     make, sentence = REFUSES[name]
     assert sentence in reasons(fused(make), "linear")
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda m, x: torch.einsum("bti,hti->bthi", x, m.bank[:, :5]),
+        lambda m, x: torch.einsum("bti,hij->bt", x, m.bank),
+        lambda m, x: F.conv1d(x, m.bank[:, :5]),
+    ],
+)
+def test_other_products_are_no_linears(function) -> None:
+    assert not reasons(fused(banked(function)), "linear")
 
 
 def test_refuses_integers() -> None:
