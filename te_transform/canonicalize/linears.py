@@ -82,7 +82,7 @@ def _transpose_result(graph: fx.Graph, match: Match) -> tuple | None:
     nn.MultiheadAttention transposes its input to put the length first.
     """
     linear, turn, norm = match.nodes
-    if not _keeps_last(turn) or not all(map(_ends_in_linears, norm.users)):
+    if not _keeps_last(turn):
         return None
     product = edit.insert(graph, match.nodes, ops.linear, (norm, *linear.args[1:]))
     return turn.target, (product, *turn.args[1:])
@@ -107,12 +107,6 @@ def _keeps_last(turn: fx.Node) -> bool:
     if turn.target is torch.transpose:
         return -1 not in turn.args[1:]
     return turn.args[1][-1] == len(turn.args[1]) - 1
-
-
-def _ends_in_linears(user: fx.Node) -> bool:
-    """Return True if a reader of a norm is a linear, or a transpose that only linears read."""
-    turned = user.target in TURNS and all(reader.target is ops.linear for reader in user.users)
-    return turned or user.target is ops.linear
 
 
 TURNS = (torch.transpose, torch.permute)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any
@@ -218,13 +219,24 @@ def missed(miss: Miss) -> Iterator[str]:
         return
     reading = [node for node in miss.nodes if any(arg is miss.found for arg in node.args)]
     reads = (reading or miss.nodes)[-1]
-    if reads.target is not ops.columns:
+    if taken := _fused_with(miss.found):
+        yield (
+            f"the {called(reads)} reads a norm that {taken} computes, but the rule computes the norm itself: "
+            "give the two their own norms, if you can retrain"
+        )
+    elif reads.target is not ops.columns:
         yield (
             f"the {called(reads)} reads {_described(miss.found)}, but the rule has {_wanted(miss.wanted)} "
             "there: write it like that, if the math allows"
         )
     elif _is_linear_of_its_own(reads):
         yield from _shared_columns(reads)
+
+
+def _fused_with(found: Any) -> str:
+    """Return the name of the rule whose op returns the value beside its result, such as a norm, or ""."""
+    is_item = isinstance(found, fx.Node) and found.target is operator.getitem and found.args[1] != 0
+    return found.args[0].meta.get("fused", "") if is_item else ""
 
 
 def _has_first_linear(miss: Miss) -> bool:

@@ -305,6 +305,22 @@ def test_a_convolution_whose_result_others_read_is_no_activation() -> None:
     }
 
 
+def test_one_of_several_experts_computes_their_norm() -> None:
+    def forward(model: nn.Module, x: Tensor) -> Tensor:
+        y = model.norm(x)
+        first = model.down(F.silu(model.gate(y)) * model.up(y))
+        return first + model.other_down(F.silu(model.other_gate(y)) * model.other_up(y))
+
+    ups = {name: linear(H, FFN, bias=False) for name in ("gate", "up", "other_gate", "other_up")}
+    downs = {name: linear(FFN, H, bias=False) for name in ("down", "other_down")}
+    report = fused(written(forward, norm=rms_norm, **ups, **downs))
+    report.expect(merge_siblings=2, layernorm_mlp=1, linear=2)
+    assert reasons(report, "layernorm_mlp") == {
+        "the linear reads a norm that layernorm_mlp computes, but the rule computes the norm itself: give the "
+        "two their own norms, if you can retrain"
+    }
+
+
 @pytest.mark.parametrize("name", NAMED)
 def test_an_activation_that_no_kernel_has_is_named(name: str) -> None:
     act, called = NAMED[name]
