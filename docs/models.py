@@ -26,8 +26,8 @@ from tests.others import OTHERS
 from tests.zoo import CASES, EXTRA, Case
 
 RULES = ("merge_siblings", "attention", "experts", "layernorm_mlp", "layernorm_linear", "linear")
-WHY = {
-    "reads a norm through": "calls after a norm",  # the obstacle, by a part of the reason; the first match counts
+WHY = {  # the obstacle, by a part of the reason; the first match counts
+    "reads a norm through": "calls after a norm",
     "exact (erf) GELU": "exact GELU",
     "the activation is": "another activation",
     "a dropout of": "dropout inside the MLP",

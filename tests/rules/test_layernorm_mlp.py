@@ -316,8 +316,8 @@ def test_one_of_several_experts_computes_their_norm() -> None:
     report = fused(written(forward, norm=rms_norm, **ups, **downs))
     report.expect(merge_siblings=2, layernorm_mlp=1, linear=2)
     assert reasons(report, "layernorm_mlp") == {
-        "the linear reads a norm that layernorm_mlp computes, but the rule computes the norm itself: give the "
-        "two their own norms, if you can retrain"
+        "the linear reads a norm that layernorm_mlp computes, but the rule computes the norm itself: give "
+        "the two their own norms, if you can retrain"
     }
 
 
