@@ -5,9 +5,8 @@ from collections.abc import Iterator
 import torch
 from torch import fx, nn
 
-from te_transform.graph.nodes import called
 from te_transform.graph.pattern import Linear, Norm, OneOf, Var
-from te_transform.graph.written_out import AfterNorm, Normalized, detaches_statistics
+from te_transform.graph.written_out import AfterNorm, Normalized, detaches_statistics, last_call
 from te_transform.plan.rule import Operation, Rule
 
 NORMALIZATION = {"layer_norm": "LayerNorm", "rms_norm": "RMSNorm"}
@@ -29,7 +28,7 @@ def refuse(
         )
     elif norm is None:
         yield (
-            f"the linear reads a written-out norm that ends in {called(normalized)}, but LayerNormLinear "
+            f"the linear reads a written-out norm that ends in {last_call(normalized)}, but LayerNormLinear "
             "needs LayerNorm or RMSNorm: call F.layer_norm or F.rms_norm with its scale and bias, if the "
             "math allows"
         )

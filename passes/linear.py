@@ -6,7 +6,7 @@ import torch
 from torch import fx, nn
 
 from te_transform.graph import ops
-from te_transform.graph.nodes import called, is_parameter, is_tensor_node, may_be_view, shape_of
+from te_transform.graph.nodes import called, dtype_of, is_parameter, is_tensor_node, may_be_view, shape_of
 from te_transform.graph.pattern import Call, Linear, OneOf
 from te_transform.plan.rule import Operation, Rule
 
@@ -57,10 +57,13 @@ def _is_matrix_product(einsum: fx.Node) -> bool:
 
 def _stored_factor(factor: fx.Node) -> fx.Node:
     """Return the tensor of which a factor is a view, a cast or a selection."""
-    while is_tensor_node(factor) and (
-        may_be_view(factor) or factor.target is ops.cast or called(factor) in _SELECTIONS
-    ):
-        factor = factor.args[called(factor) == "embedding"]
+    while is_tensor_node(factor):
+        if called(factor) in _SELECTIONS:
+            factor = max(factor.all_input_nodes, key=lambda node: dtype_of(node).is_floating_point)
+        elif may_be_view(factor) or factor.target is ops.cast:
+            factor = factor.args[0]
+        else:
+            break
     return factor
 
 

@@ -54,8 +54,8 @@ class Normalized(Pattern):
 
     def match(self, value: Any, so_far: Match, misses: Misses) -> Iterator[Match]:
         """Yield the match if the value is a manual norm."""
-        if is_tensor_node(value) and (calls := _calls_of_norm(value)):
-            yield replace(so_far, bound={**so_far.bound, self.role: max(calls)})
+        if is_tensor_node(value) and _calls_of_norm(value):
+            yield replace(so_far, bound={**so_far.bound, self.role: value})
 
 
 class AfterNorm(Pattern):
@@ -89,6 +89,11 @@ def _serves_linears(node: fx.Node) -> bool:
 def detaches_statistics(normalized: fx.Node) -> bool:
     """Return True if the statistics of a written-out norm have no gradient."""
     return any(node.target is torch.Tensor.detach for node in _calls_of_norm(normalized))
+
+
+def last_call(normalized: fx.Node) -> str:
+    """Return the name of the call with which a written-out norm ends, before any transpose."""
+    return called(max(_calls_of_norm(normalized)))
 
 
 def _calls_of_norm(last: fx.Node) -> set[fx.Node]:

@@ -351,6 +351,8 @@ def over_pixels(model: Written, x: Tensor) -> Tensor:
 def test_refuses_a_norm_over_the_channels_of_images() -> None:
     report = fused(image(over_channels))
     assert reasons(report, "layernorm_linear") == {WRITTEN_OUT.format("div")}
+    detached = image(lambda m, x: x * x.square().mean(1, True).add(1e-6).rsqrt().detach())
+    assert reasons(sites(detached), "layernorm_linear") == {DETACHED}
     assert not reasons(sites(image(over_pixels)), "layernorm_linear")
 
 

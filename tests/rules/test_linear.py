@@ -182,6 +182,15 @@ REFUSES = {
         banked(lambda m, x: m.bank.index_select(0, x[0, :, 0].long() % 3) @ x[..., None]),
         STACK,
     ),
+    "a matrix that is looked up for each token": (
+        banked(
+            lambda m, x: (
+                x[..., None, :]
+                @ F.embedding(weight=m.bank.flatten(1), input=x[..., 0].long() % 3).unflatten(-1, (H, H))
+            )
+        ),
+        STACK,
+    ),
     "a convolution of one pixel": (
         written(lambda m, x: m.inner(x.mT.unflatten(-1, (1, -1))), inner=lambda: nn.Conv2d(H, H, 1)),
         CHANNELS,
