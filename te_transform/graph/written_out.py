@@ -67,13 +67,25 @@ class AfterNorm(Pattern):
         self.role = role
 
     def match(self, value: Any, so_far: Match, misses: Misses) -> Iterator[Match]:
-        """Yield the match if calls other than matrix products lie between a norm and the value."""
+        """Yield the match if calls other than matrix products lie between a norm and the value.
+
+        A statistic of a value counts as its norm: k-diffusion multiplies it by a computed scale first.
+        """
         nodes, sources = calls_towards(value, lambda node: _serves_linears(node) and not _is_norm(node))
-        behind = set(filter(_is_norm, sources))
+        statistics = {node for node in nodes if any(_is_statistic(node, source) for source in sources)}
+        behind = statistics.union(filter(_is_norm, sources))
         for node in nodes:
             behind.update([node] if behind.intersection(node.all_input_nodes) else [])
-        if found := call_names([node for node in nodes if node in behind]):
+        if found := call_names([node for node in nodes if node in behind - statistics]):
             yield replace(so_far, bound=so_far.bound | {self.role: found})
+
+
+def _is_statistic(node: fx.Node, source: fx.Node) -> bool:
+    """Return True if a node is a statistic of the rows of `source`."""
+    if not (is_tensor_node(node) and is_tensor_node(source) and _is_column(node, -1)):
+        return False
+    is_of_rows = same_shape(shape_of(node)[:-1], shape_of(source)[:-1])
+    return is_of_rows and bool(_calls_of_statistic(node, {source}))
 
 
 def _is_norm(node: fx.Node) -> bool:

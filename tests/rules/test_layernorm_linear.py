@@ -366,6 +366,12 @@ def modulated(model: Written, x: Tensor) -> Tensor:
     return model.linear(model.norm(x) * (1 + scale) + shift)
 
 
+def scaled_first(model: Written, x: Tensor) -> Tensor:
+    """As k-diffusion does: the computed scale and the statistic are one factor."""
+    scale = 1 + model.condition(x.mean(1, keepdim=True))[..., :H]
+    return model.linear(x * (scale * root(x)))
+
+
 def positioned(model: Written, x: Tensor) -> Tensor:
     """As DETR does for queries and keys."""
     y, positions = model.norm(x), model.condition(x)[..., :H]
@@ -403,6 +409,7 @@ WITH_CALLS_BETWEEN = {
     ),
     "two norms in a sum": (lambda m, x: m.linear(m.norm(x) + m.other(-x)), "add", JOINED),
     "a computed scale and shift": (modulated, "mul, add", JOINED),
+    "a computed scale of the statistic": (scaled_first, "mul", JOINED),
     "positions": (positioned, "add", JOINED),
     "a gate": (gated, "mul", JOINED),
     "heads": (of_heads, "reshape", JOINED),
