@@ -58,9 +58,9 @@ class Ready(NamedTuple):
         own = call.args if self.backend is None else with_copied_vectors(call.args)
         return (*own, *self.known.tensors)
 
-    def end(self, call: CallContext, outputs: Any) -> None:
-        """Have the scales of gradients updated at the end of the call's backward."""
-        if self.backend is not None and call.records_gradients:
+    def update_scales(self, call: CallContext, outputs: Any) -> None:
+        """Have `backend` update the scales of gradients at the end of the call's backward."""
+        if call.records_gradients:
             self.backend.update_scales_after_backward(outputs)
 
 
