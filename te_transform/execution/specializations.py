@@ -12,6 +12,7 @@ from torch._dynamo.convert_frame import compile_lock
 
 from te_transform.backends.fp8.checkpointed_calls import NotedCall, NotedCalls
 from te_transform.backends.fp8.current_model import in_recipe
+from te_transform.backends.fp8.fp8_only import is_fp8_only
 from te_transform.backends.fp8.registry import read_state
 from te_transform.backends.ranks import bucket_size
 from te_transform.backends.tensor_registry import TensorRegistry
@@ -32,6 +33,7 @@ _OBSERVED_CALL = "verify() or the conversion observes the call"
 _REPEATED = "a checkpoint repeats a call that ran fused, or it is reentrant"
 _ACCUMULATED = "in accumulate(), kernels add gradients to buffers"
 _UNREADY = "its matrix products have no scales for these weights yet"
+_FP8_ONLY = "TE's modules multiply weights that are held in FP8 alone"
 _FAILED = "no specialization for the call, see the notes"
 
 SpecializedRun = Callable[..., Any]
@@ -180,7 +182,8 @@ class Specializations:
         lowered = self.lowered.get(sites) or self._lowered(sites)
         known = lowered.constant or lowered.look(call.args)
         if known is None:
-            return _UNREADY
+            held_in_fp8 = any(is_fp8_only(call.args[index]) for index in self.products.values())
+            return _FP8_ONLY if held_in_fp8 else _UNREADY
         run = self._run_for(lowered, known, call, scaling)
         if run is None:
             return _FAILED

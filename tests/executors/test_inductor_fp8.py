@@ -429,14 +429,17 @@ def kernels(parameter: Tensor) -> list[Any]:
 
 
 def test_fp8_only_weights_run_uncompiled(compilations: Compiler) -> None:
-    pair = of_module(Block)
+    pair = of_module(lambda: Block().requires_grad_(False))
     for _ in range(2):
         pair.hold(run)
-    te_transform.quantize_weights(pair.compiled)
+    held = te_transform.quantize_weights(pair.compiled).names
+    assert held == ("mlp.fc1.weight", "mlp.fc2.weight")
     compilations.clear()
     for _ in range(2):
         pair.hold(run)
     assert not compilations
+    why = "did not run compiled: TE's modules multiply weights that are held in FP8 alone"
+    assert te_transform.report(pair.compiled).fallbacks[why] == 2
 
 
 def test_recipes_without_compiled_products_run_uncompiled_with_a_reason(compilations: Compiler) -> None:
