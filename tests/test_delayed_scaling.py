@@ -203,6 +203,17 @@ def test_scales_of_before_are_not_used_once_their_steps_are_forgotten() -> None:
         assert [kernel.in_fp8 for kernel in joined(run)] in ([], [number not in (0, LENGTH + 2)] * 2)
 
 
+def test_a_model_keeps_its_scales_while_another_one_trains() -> None:
+    """TE empties the histories of both in each step."""
+    run, other = Run(), Run()
+    for number in range(3):
+        run.step(number)
+    for number in range(LENGTH + 2):
+        other.step(number)
+    assert run.step(3) < 0.3
+    assert all(kernel.in_fp8 for kernel in run.kernels())
+
+
 def resumed(run: Run) -> Run:
     """Return a run that begins with the state of this one."""
     state, moments = copy.deepcopy((run.fused.state_dict(), run.optimizer.state_dict()))

@@ -30,7 +30,7 @@ class ForwardNodes:
     Attributes:
         start: the number of the first node.
         end: the number after the last node.
-        number: its number among the forwards in training, 0 for another forward.
+        number: its number among the model's forwards in training, 0 for another forward.
         needs_update: True if no module of the forward updates the scales of gradients in its own backward.
     """
 

@@ -198,8 +198,9 @@ class Specialized:
                 if "autocast" in called(node):  # a region begins or ends
                     modes[node] = node.target(*(modes.get(argument, argument) for argument in node.args))
                 elif (site := asked.get(node)) and (x := tensor_in_call(node.args[0], sizes)) is not None:
-                    weights = self._weights(site, values, arguments)
-                    found |= {site} if site.fused.fits_recipe(x, weights) else set()
+                    why = site.fused.refuse_recipe(x, self._weights(site, values, arguments))
+                    found |= {site} if why is None else set()
+                    site.fused.plain_calls.update([why] if why else [])
         finally:
             compiling.reset(token)
         return frozenset(found)

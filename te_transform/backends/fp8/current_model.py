@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
-from itertools import count
 from typing import Any
 
 import torch
@@ -31,7 +30,6 @@ class _Model:
 
 
 _NO_MODEL = _Model()
-_TRAINING_NUMBERS = count(1)  # of forwards in training
 _running: ContextVar[_Model] = ContextVar("_running", default=_NO_MODEL)
 
 
@@ -41,7 +39,7 @@ def running(
     name_parameters: Callable[[], None],
     forget_changed: Callable[[], None] | None = None,
     token: Any = None,
-    trains: bool = False,
+    number: int = 0,
 ) -> Iterator[ForwardNodes]:
     """Tell ops which model runs, and return the numbers of the nodes of its forward.
 
@@ -52,10 +50,10 @@ def running(
         forget_changed: frees outdated quantized weights, whatever their versions are. It is called once,
             before the first quantized weight is used.
         token: what `name_parameters` writes into the states.
-        trains: True if TE updates scales after the forward.
+        number: of the forward among those of the model in training; 0 if TE updates no scales after it.
     """
     _count_steps()
-    forward = ForwardNodes(number=next(_TRAINING_NUMBERS) if trains else 0)
+    forward = ForwardNodes(number=number)
     model = _Model(weights_stay, token, name_parameters, forget_changed, forward)
     before = _running.set(model)
     try:

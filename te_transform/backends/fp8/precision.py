@@ -22,6 +22,13 @@ from te_transform.graph.names import without_wrappers
 
 
 @dataclass(eq=False)
+class _Token:
+    """A mark of the states that know their names, and the number of the model's forwards in training."""
+
+    forwards: int = 0
+
+
+@dataclass(eq=False)
 class Precision:
     """The recipe that a converted model runs in, and the state that lasts from call to call.
 
@@ -43,7 +50,7 @@ class Precision:
     groups: tuple[Any, ...] = ()  # process groups of the last training forward
     loaded: Mapping[str, scale_table.ScaleRow] = field(default_factory=dict)  # loaded scales by weight name
     shared: scale_table.RankTable | None = None  # scales shared by the last training forward
-    token: object = field(default_factory=object)  # marks states that know their names
+    token: _Token = field(default_factory=_Token)
 
     @contextlib.contextmanager
     def running(self, model: nn.Module) -> Iterator[None]:
@@ -72,7 +79,9 @@ class Precision:
         ends = gradients or (model.training and not torch.is_inference_mode_enabled())
         try:
             names = partial(self._name_parameters, model)
-            known = running(weights_stay, names, self._forget_changed, self.token, trains=ends)
+            self.token.forwards += ends
+            number = self.token.forwards if ends else 0
+            known = running(weights_stay, names, self._forget_changed, self.token, number)
             step = te.autocast(self.recipe)
             with (
                 torch.set_grad_enabled(ends),
@@ -187,7 +196,7 @@ class Precision:
         return {**kept, "entered": False, "groups": (), "loaded": {}, "shared": None}
 
     def __setstate__(self, kept: dict[str, Any]) -> None:
-        vars(self).update(kept, states=WeakSet(), token=object())
+        vars(self).update(kept, states=WeakSet(), token=_Token())
 
 
 def _changed(kernels: list[Any]) -> Iterator[bool]:

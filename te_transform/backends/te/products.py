@@ -133,10 +133,10 @@ class _TEProduct(MatrixProduct):
         with kernel.as_before(call, recipe):
             return self._in_fp8(kernel, x, tensors, gradients)
 
-    def fits_recipe(self, x: Tensor, weights: Sequence[Tensor]) -> bool:
-        """Return True if the active recipe can run with these weights and an input like `x`, maybe a fake."""
+    def refuse_recipe(self, x: Tensor, weights: Sequence[Tensor]) -> str | None:
+        """Return why the active recipe cannot run with these weights and an input like `x`, maybe a fake."""
         in_fp8, adds_gradients = True, False
-        return self._why_plain(x, weights, in_fp8, adds_gradients) is None
+        return self._why_plain(x, weights, in_fp8, adds_gradients)
 
     def state_for(
         self, weights: Sequence[Tensor], bias: bool, trained: Sequence[bool]
