@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -60,7 +60,7 @@ class _Forms:
         floats = (p for p in self.model.parameters() if p.is_floating_point())
         return next(floats, torch.empty(0, dtype=torch.float32, device="cpu"))
 
-    @property
+    @cached_property
     def classes(self) -> int:
         """The rows of the smallest embedding."""
         tables = (m.num_embeddings for m in self.model.modules() if isinstance(m, nn.Embedding))

@@ -35,12 +35,6 @@ class Amax:
     grad: Tensor | None = None
     used: set[str] = field(default_factory=set)
 
-    def is_new(self, direction: str) -> bool:
-        """Return True at the first call for this direction."""
-        new = direction not in self.used
-        self.used.add(direction)
-        return new
-
 
 @dataclass
 class RecordedAmax:
@@ -87,12 +81,14 @@ class RecordedAmax:
         forward = running_forward()
         return known and not calibrating and (forward is None or forward is not self.forward)
 
-    def has_finite(self, trained: Sequence[bool]) -> bool:
-        """Return True if the first scales can be computed from all amax values. Synchronizes for new ones."""
-        forward = [amax for p in self.products if "forward" not in p.used for amax in (p.input, p.weight)]
-        needed = zip(self.products, trained, strict=True)
-        grads = [p.grad for p, is_trained in needed if is_trained and "backward" not in p.used]
-        return all(amax.isfinite() for amax in (*forward, *grads))
+    def missing_scales(self, trained: Sequence[bool]) -> list[tuple[int, str]]:
+        """Return the scales that a call needs and that are not computed yet: product and direction."""
+        return [
+            (number, direction)
+            for number, (product, is_trained) in enumerate(zip(self.products, trained, strict=True))
+            for direction in ("forward", "backward")[: 1 + is_trained]
+            if direction not in product.used
+        ]
 
     def product(self) -> plain.Product:
         """Return plain.product with recording, for the products of one call in order."""

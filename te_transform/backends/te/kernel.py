@@ -167,18 +167,26 @@ class Kernel(LazyModule):
 
         If a gradient overflowed, as with a large loss scale, amax is recorded again.
         """
-        if not self.seen.has_finite(trained):
+        missing = self.seen.missing_scales(trained)
+        if not missing:
+            return
+        forward: dict[int, Any] = {}
+        backward: dict[int, Any] = {}
+        for i, direction in missing:
+            product = self.seen.products[i]
+            if direction == "forward":
+                forward |= {3 * i: product.input, 3 * i + 1: product.weight}
+            else:
+                backward[2 * i] = product.grad
+        if not all(amax.isfinite() for amax in (*forward.values(), *backward.values())):  # synchronizes
             self.seen = RecordedAmax.of(len(self.weights))
             return
-        limits = recipe.fp8_format.value
-        for i, (product, is_trained) in enumerate(zip(self.seen.products, trained, strict=True)):
-            if product.is_new("forward"):
-                self.init_scales()
-                amaxes = {3 * i: product.input, 3 * i + 1: product.weight}
-                _set_scales(self.module.fp8_meta["scaling_fwd"], amaxes, limits.max_fwd, recipe)
-            if is_trained and product.is_new("backward"):
-                amaxes = {2 * i: product.grad}
-                _set_scales(self.module.fp8_meta["scaling_bwd"], amaxes, limits.max_bwd, recipe)
+        self.init_scales()
+        meta, limits = self.module.fp8_meta, recipe.fp8_format.value
+        _set_scales(meta["scaling_fwd"], forward, limits.max_fwd, recipe)
+        _set_scales(meta["scaling_bwd"], backward, limits.max_bwd, recipe)
+        for i, direction in missing:
+            self.seen.products[i].used.add(direction)
 
     def state(self, recipe: Any, weights: Sequence[Tensor]) -> ProductState:
         """Return the state of a compiled call, the same object while its tensors are the same."""
@@ -226,8 +234,8 @@ _UNSCALED = ProductState()
 
 
 def _set_scales(state: Any, amaxes: dict[int, Tensor], limit: float, recipe: Any) -> None:
-    """Set scale = max / amax / 2^margin, TE's formula for DelayedScaling."""
+    """Set scale = max / amax / 2^margin, TE's formula for DelayedScaling, from finite amax values."""
     for index, amax in amaxes.items():
         state.scale[index] = scale_for(amax, limit / 2**recipe.margin)
         # the oldest row, because the next step writes to row 0
-        state.amax_history[-1, index] = torch.where(amax.isfinite(), amax, 0.0)
+        state.amax_history[-1, index] = amax
