@@ -390,7 +390,14 @@ class Kind(enum.Enum):
     OTHER = 3.0
 
 
-class Helper:
+class Meta(type):
+    factor, factors, kind_of = 1.0, [1.0], "one"
+
+    def of_metaclass(cls) -> Any:
+        return cls.factor
+
+
+class Helper(metaclass=Meta):
     value, kind = 1.0, Kind.FIRST
 
     def method(self) -> float:
@@ -449,6 +456,16 @@ CLASSES = {  # what the forward asks, the class that defines it, the name, and w
     "a value of a class": (lambda m, held, kwargs: type(held).value, Helper, "value", 3.0),
     "a value of a global class": (lambda m, held, kwargs: Helper.value, Helper, "value", 3.0),
     "an enum of a class": (lambda m, held, kwargs: Helper.kind.value, Helper, "kind", Kind.OTHER),
+    "a value of a metaclass": (lambda m, held, kwargs: Helper.factor, Meta, "factor", 3.0),
+    "a string of a metaclass": (
+        lambda m, held, kwargs: 1.0 if Helper.kind_of == "one" else 3.0, Meta, "kind_of", "two",
+    ),
+    "a list of a metaclass": (lambda m, held, kwargs: type(held).factors[0], Meta, "factors", [3.0]),
+    "a value that hides one of a metaclass": (lambda m, held, kwargs: Helper.factor, Helper, "factor", 3.0),
+    "a method of a metaclass": (lambda m, held, kwargs: Helper.of_metaclass(), Meta, "factor", 3.0),
+    "a new method of a metaclass": (
+        lambda m, held, kwargs: Helper.of_metaclass(), Meta, "of_metaclass", lambda cls: 3.0,
+    ),
     "len()": (lambda m, held, kwargs: float(len(held)), Derived, "__len__", lambda self: 3),
     "a call": (lambda m, held, kwargs: held(), Derived, "__call__", lambda self: 3.0),
     "__getattr__": (lambda m, held, kwargs: held.missing, Derived, "__getattr__", lambda self, name: 3.0),

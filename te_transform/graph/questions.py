@@ -304,11 +304,22 @@ def _attribute_lookup(own: Callable[..., Any]) -> Callable[..., Any]:
             guard_class_attribute(self.value, name)
         if isinstance(self, TensorVariable) and self.source is not None:
             _guard_autograd(self, name)
-        if isinstance(self, UserDefinedClassVariable) and self.source and not IS_2_13:
-            _guard_class_constant(AttrSource(self.source, name), found)
+        if isinstance(self, UserDefinedClassVariable) and self.source:
+            found = _value_of_metaclass(self, tx, name, found)
+            if not IS_2_13:
+                _guard_class_constant(AttrSource(self.source, name), found)
         return found
 
     return look_up
+
+
+def _value_of_metaclass(self: Any, tx: Any, name: str, found: VariableTracker) -> VariableTracker:
+    """Return a value that a metaclass holds with a guard, which dynamo omits for values found there."""
+    if isinstance(found, misc.GetAttrVariable) and not any(name in vars(base) for base in self.value.__mro__):
+        value = inspect.getattr_static(type(self.value), name, None)
+        if value is not None and not hasattr(type(value), "__get__"):
+            return VariableTracker.build(tx, value, AttrSource(self.source, name))
+    return found
 
 
 def _guard_autograd(self: TensorVariable, name: str) -> None:
