@@ -117,6 +117,28 @@ def test_equal_layers_are_compiled_once_with_scales_of_their_own(deep: None, com
     assert not pair.notes
 
 
+class FusedAttention(nn.Module):
+    """Attention by PyTorch's function, between two products."""
+
+    def __init__(self):
+        super().__init__()
+        self.ins, self.outs = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = (part.unflatten(-1, (2, -1)).transpose(1, 2) for part in self.ins(x).chunk(3, -1))
+        return x + self.outs(F.scaled_dot_product_attention(*parts).transpose(1, 2).flatten(2))
+
+
+def test_the_output_of_attention_is_saved_once() -> None:
+    pair = of_module(FusedAttention)
+    for _ in range(3):
+        pair.hold(trained)
+    saved = pair.compiled(**pair.inputs).grad_fn.saved_tensors
+    in_fp8 = [tensor.numel() for tensor in saved if tensor.dtype.itemsize == 1]
+    # the first input and the second weight; the second input, which attention saves, is quantized again
+    assert sorted(in_fp8) == sorted([X.numel(), WIDTH * WIDTH])
+
+
 def test_two_forwards_may_precede_a_backward() -> None:
     pair = of_module(Block)
 

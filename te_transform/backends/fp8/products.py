@@ -7,6 +7,7 @@ updates them between steps.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, count
 from typing import Any, NamedTuple
@@ -14,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.fx import traceback
 from torch.utils._pytree import tree_map
 
 from te_transform.backends import plain
@@ -23,6 +25,10 @@ from te_transform.backends.library import registered_ops
 from te_transform.backends.limits import as_autocast
 
 FP8_ROW_MULTIPLE = 16  # must divide the rows of a product, and its other sizes
+
+_VIEWS = {
+    f"{name}Backward0" for name in ("Alias", "Permute", "ReshapeAlias", "Transpose", "UnsafeView", "View")
+}
 
 
 class ProductState(NamedTuple):
@@ -128,6 +134,26 @@ class Scaling:
         scale = scale_for(x.detach().abs().amax().float(), torch.finfo(dtype).max)
         return registered_ops.quantize(x.contiguous(), scale.reshape(1), None, 0, dtype, with_transpose)
 
+    def transposed_again(self, x: Tensor, inverse: Tensor) -> Tensor:
+        """Return the transpose of x [rows, columns] in the forward's dtype, computed in the backward.
+
+        `inverse` is 1 / scale [1]. A compiler would otherwise compute it in the forward.
+        """
+        with _in_backward_graph():
+            return registered_ops.quantize(x, inverse.reciprocal(), None, 0, self.forward, True)[1]
+
+
+@contextmanager
+def _in_backward_graph() -> Iterator[None]:
+    """Mark operations for AOTAutograd's partitioner, which leaves them in the backward."""
+    name, meta = "partitioner_tag", traceback.current_meta
+    before = meta.get(name)
+    meta[name] = "must_be_in_backward"
+    try:
+        yield
+    finally:
+        meta[name] = before
+
 
 def with_full_rows(compute: Callable[[Tensor], Any], x: Tensor, multiple: int) -> Any:
     """Return compute(x), x [..., in] -> [..., out] or a tuple, with the rows padded to a multiple."""
@@ -144,6 +170,17 @@ def with_full_rows(compute: Callable[[Tensor], Any], x: Tensor, multiple: int) -
 def _as_matrix(compute: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """Return compute() of x [..., in] as a matrix [rows, in]; the result is [..., out]."""
     return with_full_rows(compute, x.reshape(-1, x.shape[-1]), FP8_ROW_MULTIPLE).reshape(*x.shape[:-1], -1)
+
+
+def _is_saved(x: Tensor) -> bool:
+    """Return True if the operation that computed x saves it for its own backward, as attention does.
+
+    A product that saves x too needs no more memory, unlike one that saves the transpose in FP8.
+    """
+    node = x.grad_fn
+    while node is not None and node.name() in _VIEWS:
+        node = node.next_functions[0][0]
+    return hasattr(node, "_saved_output") or hasattr(node, "_saved_result")
 
 
 class _FP8Product(torch.autograd.Function):
@@ -164,18 +201,21 @@ class _FP8Product(torch.autograd.Function):
         bias: Tensor | None,
     ) -> Tensor:
         of_x, of_weight = ctx.needs_input_grad[3:5]
-        x8, x8_t, x_inverse = how.quantized(x, how.forward, state.forward, 3 * number, of_weight)
+        again = of_weight and _is_saved(x)
+        x8, x8_t, x_inverse = how.quantized(
+            x, how.forward, state.forward, 3 * number, of_weight and not again
+        )
         w8, w8_t, w_inverse = how.weight(state, number, weight, of_x)
-        ctx.save_for_backward(x8_t, x_inverse, w8_t, w_inverse)
+        ctx.save_for_backward(x if again else x8_t, x_inverse, w8_t, w_inverse)
         # save_for_backward() would refuse the backward of another product that shares the history, because
         # each backward writes to it.
-        ctx.how, ctx.scales, ctx.number = how, state.backward, number
+        ctx.how, ctx.scales, ctx.number, ctx.again = how, state.backward, number, again
         return how.multiplied(0, x8, w8, x_inverse, w_inverse, bias, x.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x8_t, x_inverse, w8_t, w_inverse = ctx.saved_tensors
+        kept, x_inverse, w8_t, w_inverse = ctx.saved_tensors
         of_x, of_weight, of_bias = ctx.needs_input_grad[3:]
         how, dtype = ctx.how, grad.dtype
         dx = dw = None
@@ -184,6 +224,7 @@ class _FP8Product(torch.autograd.Function):
         if of_x:
             dx = how.multiplied(1, g8, w8_t, g_inverse, w_inverse, None, dtype)
         if of_weight:
+            x8_t = how.transposed_again(kept, x_inverse) if ctx.again else kept
             dw = how.multiplied(2, g8_t, x8_t, g_inverse, x_inverse, None, dtype)
         return None, None, None, dx, dw, grad.sum(0) if of_bias else None
 
