@@ -19,6 +19,7 @@ from torch import Tensor, fx
 from torch._dynamo.convert_frame import compile_lock
 
 from te_transform.backends import plain
+from te_transform.backends.fp8.products import ProductState
 from te_transform.execution.partition import as_leaf
 from te_transform.execution.rerun import autocast_now, call_on_views, gradients_of, trained_among
 from te_transform.graph import edit
@@ -96,12 +97,12 @@ class Head:
 
     def in_high_precision(self) -> fx.GraphModule:
         """Return the operations of the head without FP8. To repeat them in FP8 would change their scales."""
-        return edit.without_keyword(self.module, "state")
+        return edit.with_keyword(self.module, "state", lambda _: None)
 
     def _compiled(self, given: list[Any]) -> Callable[..., Sequence[Any]]:
         with compile_lock:
             if self.run is None:  # another thread may have
-                module, index = self.module, self.logits
+                module, index = edit.with_keyword(self.module, "state", _without_transpose), self.logits
                 if index is not None:
                     module = edit.passed_through(module, index, torch.detach)
                 run = self.compile(module, given)
@@ -119,6 +120,11 @@ class Head:
             tensors = [given[number] for number in trained]
             outputs[index] = _Logits.apply(outputs[index], self, index, given, trained, *tensors)
         return outputs
+
+
+def _without_transpose(state: ProductState) -> ProductState:
+    """Quantize the head's weight again in the backward: beside its logits, a step needs most memory."""
+    return state._replace(weight_again=True)
 
 
 def with_head(rest: Callable[..., Sequence[Any]], head: Head | None) -> Callable[..., Sequence[Any]]:

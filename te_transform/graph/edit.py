@@ -461,12 +461,12 @@ def without(gm: fx.GraphModule, nodes: Sequence[fx.Node], outputs: Sequence[fx.N
     return module_of(gm, graph)
 
 
-def without_keyword(gm: fx.GraphModule, name: str) -> fx.GraphModule:
-    """Return a copy of a module whose calls of submodules do not have this keyword."""
+def with_keyword(gm: fx.GraphModule, name: str, change: Callable[[Any], Any]) -> fx.GraphModule:
+    """Return a copy of a module whose calls of submodules have change(value) for the value of a keyword."""
     graph, _ = copy_by_name(gm.graph)
     for node in graph.nodes:
-        if node.op == "call_module":
-            node.kwargs = {key: held for key, held in node.kwargs.items() if key != name}
+        if node.op == "call_module" and name in node.kwargs:
+            node.update_kwarg(name, change(node.kwargs[name]))
     return module_of(gm, graph)
 
 

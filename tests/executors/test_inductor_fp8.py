@@ -383,35 +383,47 @@ class WithHead(nn.Module):
         return F.cross_entropy(logits.float().flatten(0, 1), torch.arange(32, device=x.device)), logits
 
 
+def trained_by_loss(model: nn.Module, inputs: Inputs) -> list[Tensor]:
+    return stepped(model, model(**inputs)[0])
+
+
+def stepped(model: nn.Module, loss: Tensor) -> list[Tensor]:
+    model.zero_grad()
+    loss.backward()
+    return [loss.detach(), *(parameter.grad for parameter in model.parameters())]
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_logits_of_a_head_in_fp8_get_a_gradient_if_they_need_one(
     recipe: str, compilations: Compiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Beside a loss they get no gradient of zeros, for which the head is compiled by itself."""
 
-    def of_loss(model: nn.Module, inputs: Inputs) -> list[Tensor]:
-        return stepped(model, model(**inputs)[0])
-
     def of_both(model: nn.Module, inputs: Inputs) -> list[Tensor]:
         loss, logits = model(**inputs)
         return stepped(model, loss + logits.double().square().mean())
 
-    def stepped(model: nn.Module, loss: Tensor) -> list[Tensor]:
-        model.zero_grad()
-        loss.backward()
-        return [loss.detach(), *(parameter.grad for parameter in model.parameters())]
-
     monkeypatch.setattr(lm_head, "COPIED", 0)
     pair = of_module(WithHead, recipe=te_transform.PrecisionPlan(recipe, {"head": "fp8"}))
     for _ in range(3):  # the scales of delayed scaling follow the calls
-        pair.hold(of_loss)
+        pair.hold(trained_by_loss)
     *_, (head, _) = compilations
     assert any(node.op == "call_module" for node in head.graph.nodes)
     assert len(compilations) == 2
-    for act in (of_both, of_both, of_loss):
+    for act in (of_both, of_both, trained_by_loss):
         pair.hold(act)
     assert len(compilations) == 3
     assert not pair.notes
+
+
+def test_the_weight_of_a_head_beside_a_loss_is_quantized_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lm_head, "COPIED", 0)
+    pair = of_module(WithHead, recipe=te_transform.PrecisionPlan("fp8-delayed", {"head": "fp8"}))
+    for _ in range(3):
+        pair.hold(trained_by_loss)
+    loss, _ = pair.compiled(**pair.inputs)
+    in_fp8 = [tensor.numel() for tensor in loss.grad_fn.saved_tensors if tensor.dtype.itemsize == 1]
+    assert in_fp8 == [X.numel()]  # no transpose of the weight
 
 
 class Regions(nn.Module):

@@ -39,11 +39,14 @@ class ProductState(NamedTuple):
             [length, the same]. () if each tensor gets a scale from its own values.
         backward: the same for gradients, [2 per product: of the output, of the input].
         weights: the quantized weights, if they are cached from call to call.
+        weight_again: True to quantize the weight of a single product again in its backward. Otherwise its
+            transpose is saved.
     """
 
     forward: tuple[Tensor, ...] = ()
     backward: tuple[Tensor, ...] = ()
     weights: tuple[InFP8, ...] = ()
+    weight_again: bool = False
 
     def tensors(self) -> Iterator[Tensor]:
         """Return all tensors."""
@@ -140,7 +143,8 @@ class Scaling:
         `inverse` is 1 / scale [1]. A compiler would otherwise compute it in the forward.
         """
         with _in_backward_graph():
-            return registered_ops.quantize(x, inverse.reciprocal(), None, 0, self.forward, True)[1]
+            rows = x.contiguous()
+            return registered_ops.quantize(rows, inverse.reciprocal(), None, 0, self.forward, True)[1]
 
 
 @contextmanager
@@ -201,30 +205,32 @@ class _FP8Product(torch.autograd.Function):
         bias: Tensor | None,
     ) -> Tensor:
         of_x, of_weight = ctx.needs_input_grad[3:5]
-        again = of_weight and _is_saved(x)
-        x8, x8_t, x_inverse = how.quantized(
-            x, how.forward, state.forward, 3 * number, of_weight and not again
-        )
-        w8, w8_t, w_inverse = how.weight(state, number, weight, of_x)
-        ctx.save_for_backward(x if again else x8_t, x_inverse, w8_t, w_inverse)
+        x_again, weight_again = of_weight and _is_saved(x), of_x and state.weight_again
+        with_transpose = of_weight and not x_again
+        x8, x8_t, x_inverse = how.quantized(x, how.forward, state.forward, 3 * number, with_transpose)
+        w8, w8_t, w_inverse = how.weight(state, number, weight, of_x and not weight_again)
+        kept = x if x_again else x8_t, weight if weight_again else w8_t
+        ctx.save_for_backward(*kept, x_inverse, w_inverse)
         # save_for_backward() would refuse the backward of another product that shares the history, because
         # each backward writes to it.
-        ctx.how, ctx.scales, ctx.number, ctx.again = how, state.backward, number, again
+        ctx.how, ctx.scales, ctx.number = how, state.backward, number
+        ctx.x_again, ctx.weight_again = x_again, weight_again
         return how.multiplied(0, x8, w8, x_inverse, w_inverse, bias, x.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        kept, x_inverse, w8_t, w_inverse = ctx.saved_tensors
+        x, weight, x_inverse, w_inverse = ctx.saved_tensors  # as given, or transposed in FP8
         of_x, of_weight, of_bias = ctx.needs_input_grad[3:]
         how, dtype = ctx.how, grad.dtype
         dx = dw = None
         if of_x or of_weight:
             g8, g8_t, g_inverse = how.quantized(grad, how.backward, ctx.scales, 2 * ctx.number, of_weight)
         if of_x:
+            w8_t = how.transposed_again(weight, w_inverse) if ctx.weight_again else weight
             dx = how.multiplied(1, g8, w8_t, g_inverse, w_inverse, None, dtype)
         if of_weight:
-            x8_t = how.transposed_again(kept, x_inverse) if ctx.again else kept
+            x8_t = how.transposed_again(x, x_inverse) if ctx.x_again else x
             dw = how.multiplied(2, g8_t, x8_t, g_inverse, x_inverse, None, dtype)
         return None, None, None, dx, dw, grad.sum(0) if of_bias else None
 
