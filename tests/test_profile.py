@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from rich.console import Console
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
@@ -439,6 +440,18 @@ def test_a_recurrence_in_pytorch_is_found() -> None:
     (finding,) = profiled(nn.Sequential(Scan(named=True))).findings
     assert finding.evidence.startswith("selective_scan() in ")
     assert "mamba-ssm" in finding.advice
+
+
+def of_shards() -> list[str]:
+    sharded = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH)) for _ in range(32)))
+    for block in sharded:
+        fully_shard(block)
+    return [finding.what for finding in te_transform.profile(fully_shard(sharded), X, plan=False).findings]
+
+
+@pytest.mark.xdist_group("distributed")
+def test_the_hooks_of_fully_shard_are_no_recurrence(tmp_path: Path) -> None:
+    assert ranks.spawn(of_shards, 1, tmp_path) == [[]]
 
 
 class Experts(nn.Module):

@@ -11,6 +11,7 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -20,6 +21,7 @@ from te_transform.canonicalize.attention import HIDES
 from te_transform.profile.ranges import Ranges
 
 _LIBRARY_FOLDERS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+_NOT_OF_A_FORWARD = (*dist.__path__, str(Path(__file__).parent))  # FSDP2's hooks, and the step
 # Functions that make the CPU wait for the result of a GPU.
 _WAITING_METHODS = {
     "item", "tolist", "numpy", "nonzero", "argwhere", "masked_select", "unique", "unique_consecutive",
@@ -105,8 +107,9 @@ class Watch(TorchFunctionMode):
 
 
 def _users_frame(frame: FrameType | None) -> FrameType | None:
-    while frame is not None and frame.f_code.co_filename.startswith(_LIBRARY_FOLDERS):
-        frame = frame.f_back
+    """Return the frame of the user's forward that calls torch, or None if hooks of PyTorch do."""
+    while frame is not None and (file := frame.f_code.co_filename).startswith(_LIBRARY_FOLDERS):
+        frame = None if file.startswith(_NOT_OF_A_FORWARD) else frame.f_back
     return frame
 
 
