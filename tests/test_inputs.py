@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -49,6 +50,24 @@ def test_models_with_dummy_inputs_need_no_transformers() -> None:
     model = Reads("ids")
     model.dummy_inputs = {}
     assert te_transform.inspect(model).counts["linear"] == 1
+
+
+class Wrapper(nn.Module):
+    """A wrapper as DDP: it passes all arguments to the module inside."""
+
+    def __init__(self, module: nn.Module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        return self.module(*inputs, **kwargs)
+
+
+def test_a_wrapper_takes_what_the_model_inside_takes() -> None:
+    model = CASES["llama"].build(num_hidden_layers=1)
+    (inputs,), (own,) = as_inputs(Wrapper(Wrapper(model)), None), as_inputs(model, None)
+    assert inputs.kwargs["input_ids"].shape == own.kwargs["input_ids"].shape
+    te_transform.profile(Wrapper(model), plan=False)
 
 
 def test_an_error_says_how_many_guesses_failed_and_what_the_first_raised() -> None:

@@ -282,7 +282,7 @@ def _candidate_inputs(model: nn.Module, batch: int, length: int, most: int) -> I
     """Generate inputs of `length` tokens with ids below `most`."""
     with torch.random.fork_rng(devices=[]):  # candidates are drawn on the CPU
         torch.random.default_generator.manual_seed(0)
-        candidates = _candidates(model, batch, length, most)
+        candidates = _candidates(_inside(model), batch, length, most)
     failed: list[str] = []
     for inputs in candidates:
         if len(candidates) == 1 or (error := _error_of(model, inputs)) is None:
@@ -292,6 +292,14 @@ def _candidate_inputs(model: nn.Module, batch: int, length: int, most: int) -> I
         f"expected example inputs, got none, and {type(model).__name__} failed on all {len(failed)} guesses "
         f"for forward({_parameters_text(model)}): {failed[0]}; {_ASK}"
     )
+
+
+def _inside(model: nn.Module) -> nn.Module:
+    """Return the module inside of a wrapper that passes all arguments on, such as DDP's; else the model."""
+    children = [*model.children()]
+    kinds = {parameter.kind for parameter in inspect.signature(model.forward).parameters.values()}
+    passes_on = kinds == {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
+    return _inside(children[0]) if passes_on and len(children) == 1 else model
 
 
 def _parameters_text(model: nn.Module) -> str:
