@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from contextvars import ContextVar
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -25,15 +25,22 @@ def ways_to_call(model: nn.Module) -> list[Callable[[nn.Module, Any], AbstractCo
     return [faked] if on_meta else [faked, lambda model, arguments: nullcontext(arguments)]
 
 
-_is_faked: ContextVar[bool] = ContextVar("is_faked", default=False)
+@contextmanager
+def _without_tracebacks() -> Iterator[None]:
+    """Silence the tracebacks that PyTorch logs when an operation on fake tensors raises in this thread.
 
+    The environment variable TORCH_LOGS keeps them.
+    """
+    logger, thread = logging.getLogger("torch._subclasses.fake_tensor"), get_ident()
 
-def _may_log(record: logging.LogRecord) -> bool:
-    """Return False for the traceback that PyTorch logs when an operation on fake tensors raises."""
-    return not _is_faked.get() or "TORCH_LOGS" in os.environ
+    def may_log(record: logging.LogRecord) -> bool:
+        return record.thread != thread or "TORCH_LOGS" in os.environ
 
-
-logging.getLogger("torch._subclasses.fake_tensor").addFilter(_may_log)
+    logger.addFilter(may_log)
+    try:
+        yield
+    finally:
+        logger.removeFilter(may_log)
 
 
 @contextmanager
@@ -56,9 +63,5 @@ def faked(model: nn.Module, arguments: Any) -> Iterator[Any]:
     arguments = tree_map_only(Tensor, fake, arguments)
     # if the default device is meta too, new tensors of the forward are on the CPU like the model
     own = torch.device("cpu") if torch.get_default_device().type == "meta" else nullcontext()
-    token = _is_faked.set(True)
-    try:
-        with _reparametrize_module(model, tensors, tie_weights=True), mode, own:
-            yield arguments
-    finally:
-        _is_faked.reset(token)
+    with _reparametrize_module(model, tensors, tie_weights=True), mode, own, _without_tracebacks():
+        yield arguments
