@@ -525,8 +525,8 @@ def test_inventing_inputs_draws_no_random_numbers():
 # What is given as options
 
 OPTIONS = {
-    "backend": ({"backend": "foo"}, OptionError, "expected backend='auto', 'te' or 'torch', got 'foo'"),
-    "no backend": ({"backend": None}, OptionError, "expected backend='auto', 'te' or 'torch', got None"),
+    "backend": ({"backend": "foo"}, OptionError, "expected backend 'auto', 'te' or 'torch', got 'foo'"),
+    "no backend": ({"backend": None}, OptionError, "expected backend 'auto', 'te' or 'torch', got None"),
     "recipe": (
         {"recipe": "fp8"},
         OptionError,
@@ -536,7 +536,7 @@ OPTIONS = {
     "recipe on torch": (
         {"recipe": "fp8-delayed", "backend": "torch"},
         OptionError,
-        "expected backend='te' for recipe='fp8-delayed', got backend 'torch', as asked; ",
+        "expected backend 'te' for the recipe 'fp8-delayed', got backend 'torch', as asked; ",
     ),
     "skip": (
         {"skip": 3},
@@ -660,7 +660,7 @@ def test_a_backend_that_is_not_there_says_what_is_missing():
         choose("te", tiny())
     except BackendError:
         with pytest.raises(
-            BackendError, match=r"backend='te' cannot be used: .*; pass backend='torch' or 'auto'"
+            BackendError, match=r"backend 'te', got none: .*; choose backend 'torch' or 'auto'"
         ):
             te_transform.convert(tiny(), X, backend="te")
 

@@ -18,6 +18,7 @@ import te_transform
 from te_transform.command_line.explain import explanation
 from te_transform.command_line.main import main
 from te_transform.execution import timing
+from te_transform.graph.keywords import ArgumentError
 from te_transform.load import LoadError, load
 from te_transform.pipeline import PIPELINE
 from te_transform.plan.rule import Rule
@@ -312,7 +313,7 @@ def test_a_recipe_that_has_no_emulation_is_said(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def cannot(*_: Any) -> None:
-        raise ValueError("there is no emulation of this recipe")
+        raise ArgumentError("there is no emulation of this recipe")
 
     monkeypatch.setattr("te_transform.command_line.commands.verify", cannot)
     assert main(["verify", "models_of_mine:two", "--length", "4"]) == 2
@@ -358,7 +359,7 @@ def test_verify_two_factories(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("more", "sentence"),
     [
-        ([], "pass --names, which maps the first's names"),
+        ([], "te-transform: --names, --weights: expected the same weights in both models"),
         (["--names", "norm"], "expected OLD=NEW for --names, got 'norm'"),
         (["--recipe", "fp8-delayed"], "expected no options of a conversion with --against"),
         (["--against", "models_of_mine:on_meta"], "got parameters on the meta device in the second model"),
@@ -375,18 +376,19 @@ def test_two_factories_that_do_not_fit(
 @pytest.mark.parametrize(
     ("options", "advice"),
     [
-        (["--backend", "te"], "--backend te cannot be used: .*; pass --backend torch or auto"),
-        (
-            ["--recipe", "fp8-delayed"],
-            "expected --backend te for --recipe fp8-delayed, .* leave out --recipe",
-        ),
+        (["--backend", "te"], "--backend: expected Transformer Engine .*; choose backend 'torch' or 'auto'"),
+        (["--recipe", "fp8-delayed"], "--recipe: expected backend 'te' .*, or leave out the recipe"),
+        (["--recipe", "fp7"], "--recipe: expected None, a TE recipe or one of .* got 'fp7'"),
+        (["--skip", "layers.9"], "--skip: expected a path like .*, got 'layers.9'"),
     ],
 )
 def test_errors_name_options_not_arguments(
     options: list[str], advice: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["tune", "models_of_mine:Block", "--input", "2x3x16", *options]) == 2
-    assert re.search(advice, capsys.readouterr().err)
+    told = capsys.readouterr().err
+    assert re.match(f"te-transform: {advice}", told)
+    assert not re.search(r"\b(backend|recipe|skip|names|weights)=", told)
 
 
 def test_names_without_a_second_model(capsys: pytest.CaptureFixture[str]) -> None:

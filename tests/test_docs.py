@@ -127,7 +127,7 @@ def test_the_page_on_training_runs(given: dict[str, Any]) -> None:
 
 def test_the_precision_plan_of_the_page_on_fp8_is_written_and_read(given: dict[str, Any]) -> None:
     planned, _ = blocks("docs/fp8.md")
-    with pytest.raises(te_transform.OptionError, match="expected backend='te' for recipe='fp8-delayed'"):
+    with pytest.raises(te_transform.OptionError, match="expected backend 'te' for the recipe 'fp8-delayed'"):
         exec(compile(planned, "docs/fp8.md", "exec"), given)  # the model is on the CPU
     assert given["plan"] == te_transform.PrecisionPlan.read("precision.toml")
 

@@ -207,8 +207,10 @@ def test_convert_says_what_is_missing(why: str, monkeypatch: pytest.MonkeyPatch)
     for inplace in (False, True):
         with untouched(model), pytest.raises(BackendError) as raised:
             te_transform.convert(model, X, backend="te", inplace=inplace)
-        assert str(raised.value).startswith(f"backend='te' cannot be used: {sentence}")
-        assert str(raised.value).endswith("; pass backend='torch' or 'auto'")
+        assert str(raised.value).startswith(
+            f"expected Transformer Engine for backend 'te', got none: {sentence}"
+        )
+        assert str(raised.value).endswith("; choose backend 'torch' or 'auto'")
     chosen, reason = backends.choose("auto", model)
     assert chosen is plain
     assert reason.startswith(f"backend 'torch', because {sentence}")
@@ -573,11 +575,11 @@ MISTAKES = {
     "True as recipe": ({"recipe": True}, "recipe is True, a bool is no TE recipe"),
     "on torch": (
         {"recipe": "mxfp8", "backend": "torch"},
-        "expected backend='te' for recipe='mxfp8', got backend 'torch', as asked; ",
+        "expected backend 'te' for the recipe 'mxfp8', got backend 'torch', as asked; ",
     ),
     "a plan on torch": (
         {"recipe": PrecisionPlan("mxfp8"), "backend": "torch"},
-        "expected backend='te' for recipe='mxfp8', got backend 'torch', as asked; ",
+        "expected backend 'te' for the recipe 'mxfp8', got backend 'torch', as asked; ",
     ),
 }
 
@@ -599,12 +601,12 @@ def test_a_recipe_where_auto_is_torch() -> None:
     why = f"got backend 'torch', because {NO_GPU}"
     with (
         untouched(model),
-        pytest.raises(OptionError, match=f"{why}.*; call it where .* runs, or leave recipe=None"),
+        pytest.raises(OptionError, match=f"{why}.*; call it where .* runs, or leave out the recipe"),
     ):
         te_transform.convert(model, X, recipe="fp8-delayed")
     with (
         untouched(model),
-        pytest.raises(OptionError, match=f"{why}.*; pass backend='te', which can be planned"),
+        pytest.raises(OptionError, match=f"{why}.*; choose backend 'te', which can be planned"),
     ):
         te_transform.inspect(model, X, recipe="fp8-delayed")
 

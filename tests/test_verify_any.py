@@ -288,11 +288,11 @@ def test_weights_that_are_joined_transposed_and_scaled() -> None:
 WRONG_FUNCTIONS = {
     "without a gradient": (
         torch.no_grad()(joined),
-        "expected a differentiable function as weights=, got qkv",
+        "expected a differentiable function for weights, got qkv",
     ),
     "another shape": (
         lambda state: {**joined(state), "out_bias": state["o.weight"]},
-        r"expected the shape \[8\] for out_bias from weights=, got \[8, 8\]",
+        r"expected the shape \[8\] for out_bias from the function for weights, got \[8, 8\]",
     ),
     "an unknown name": (
         lambda state: {**joined(state), "qkv.bais": state["o.bias"]},
@@ -300,15 +300,15 @@ WRONG_FUNCTIONS = {
     ),
     "a missing name": (
         lambda state: {"out": state["o.weight"].t(), "out_bias": state["o.bias"]},
-        "got qkv.weight, qkv.bias in the second only; pass names=",
+        "got qkv.weight, qkv.bias in the second only; pass names, ",
     ),
     "an error": (
         lambda state: {"qkv.weight": state["qkv"]},
-        r"as weights=, got an error from it \(KeyError: 'qkv'\) at .*test_verify_any.py:",
+        r"got an error from it \(KeyError: 'qkv'\) at .*test_verify_any.py:",
     ),
     "none": (
         None,
-        "in the second only, and q.weight, .* in the first only; pass names=, which maps .* or weights=, ",
+        "in the second only, and q.weight, .* in the first only; pass names, which map .* or weights, ",
     ),
 }
 
@@ -466,7 +466,7 @@ def test_weights_that_differ_are_named_without_a_call(monkeypatch: pytest.Monkey
     result = verify(model, port, IDS)
     assert result.guilty == ("blocks.1.attention.o",)
     assert (
-        "blocks.1.attention.o.weight is the original's transpose: transpose it, or pass weights="
+        "blocks.1.attention.o.weight is the original's transpose: transpose it, or pass weights"
         in result.title
     )
     assert (
@@ -949,7 +949,7 @@ def test_after_a_failure_further_inputs_get_fewer_draws(monkeypatch: pytest.Monk
     ("inputs", "names", "told"),
     [
         (torch.zeros(0, 8), None, r"expected example inputs with values, got float32\[0, 8\]; pass a batch"),
-        (torch.zeros(2, 8), 3, "expected a dict or a function from names .* for names=, got 3; leave it"),
+        (torch.zeros(2, 8), 3, "expected a dict or a function from names .* of the second, got 3; leave it"),
     ],
 )
 def test_wrong_arguments_are_said(inputs: Tensor, names: Any, told: str) -> None:

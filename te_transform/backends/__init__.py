@@ -16,6 +16,8 @@ from te_transform.backends.op import FusedOp
 class BackendError(RuntimeError):
     """The error that is raised if the requested backend cannot run on this machine."""
 
+    arguments = ("backend",)  # see ArgumentError
+
 
 class Backend(Protocol):
     """The interface of a backend. Each backend is a module of this package."""
@@ -80,7 +82,10 @@ def choose(
             return _te(), "backend 'te', as asked"
         if planning:
             return planned, f"backend 'te', planned only, because {missing}"
-        raise BackendError(f"backend='te' cannot be used: {missing}; pass backend='torch' or 'auto'")
+        raise BackendError(
+            f"expected Transformer Engine for backend 'te', got none: {missing}; choose backend "
+            "'torch' or 'auto'"
+        )
     missing = missing or _why_te_cannot_run(model, in_recipe) or (None if any_width else _too_narrow(model))
     if missing:
         return plain, f"backend 'torch', because {missing}"
@@ -108,7 +113,7 @@ def _why_te_cannot_run(model: nn.Module, in_recipe: bool) -> str | None:
     """Return why TE's modules would not run for the model in its current state, or None."""
     weights = [parameter for parameter in model.parameters() if parameter.dim() == 2]
     if any(not weight.is_cuda for weight in weights):
-        return "the model is not on the GPU: move it there, or pass backend='te'"
+        return "the model is not on the GPU: move it there, or choose backend 'te'"
     taken = {*DTYPES, torch.float32} if in_recipe or torch.is_autocast_enabled("cuda") else {*DTYPES}
     if any(weight.dtype not in taken for weight in weights):
         return (
@@ -124,7 +129,7 @@ def _too_narrow(model: nn.Module) -> str | None:
     if widest < MIN_WIDTH:
         return (
             f"no linear has more than {widest} input features, and below {MIN_WIDTH} Transformer Engine's "
-            "launches cost more than its kernels save: pass backend='te' or a recipe"
+            "launches cost more than its kernels save: choose backend 'te' or a recipe"
         )
     return None
 

@@ -23,7 +23,7 @@ from te_transform.execution import timing
 from te_transform.execution.console import as_text, status
 from te_transform.graph.errors import in_a_line
 from te_transform.graph.inputs import InputError, Inputs, TraceError, invent, positions
-from te_transform.graph.keywords import did_you_mean
+from te_transform.graph.keywords import ArgumentError, did_you_mean
 from te_transform.graph.nodes import dtype_name
 from te_transform.graph.preserve import ParametersWritten
 from te_transform.graph.tables import UNKNOWN_RESULT
@@ -43,7 +43,7 @@ from te_transform.verify.verify import verify
 
 _LANGUAGE_MODELS = ("ForCausalLM", "LMHeadModel")  # models whose labels are their input ids
 BAD_INPUT = (
-    BackendError, InputError, LoadError, ModelError, OptionError, ParametersWritten, PrecisionError,
+    ArgumentError, BackendError, InputError, LoadError, ModelError, ParametersWritten, PrecisionError,
     TraceError,
 )  # fmt: skip
 
@@ -105,10 +105,7 @@ def run_verify(asked: argparse.Namespace) -> int:
     model, inputs = loaded(asked, on_meta=False)
     with printing_aside():
         converted = convert(model, inputs, **_options(asked))
-        try:
-            found = verify(model, converted, inputs)
-        except ValueError as error:
-            raise OptionError(str(error)) from error
+        found = verify(model, converted, inputs)
     report = report_of(converted)
     _write(asked, report, found, **found.as_data() | {"notes": (*report.all_notes(), *found.notes)})
     return 0 if found else 1
@@ -143,12 +140,9 @@ def _run_against(asked: argparse.Namespace) -> int:
     if not asked.input and "labels" not in signature(other.forward).parameters:  # generated for a loss
         inputs.kwargs.pop("labels", None)
     with printing_aside():
-        try:
-            if asked.copy_weights:
-                Layout(model, other, names, weights).copy()
-            found = verify(model, other, inputs, names=names, weights=weights)
-        except ValueError as error:
-            raise OptionError(str(error)) from error
+        if asked.copy_weights:
+            Layout(model, other, names, weights).copy()
+        found = verify(model, other, inputs, names=names, weights=weights)
     show(found.to_json() if asked.json else found)
     return 0 if found else 1
 

@@ -34,8 +34,6 @@ _INPUTS = """On the command line, pass --input once for each argument:
   --input 2x16x64                    floats
   --input mask=2x16:bool             an argument by its name; then name all of them
   --input batch.ids=2x16:int64:1000  an entry of an argument that is a dict"""
-# arguments of the library that are options of a command as well
-_LIBRARY_ARGUMENTS = ("backend", "recipe", "approximate", "pad_vocabulary", "skip", "names", "weights")
 _SEVERAL: dict[str, Any] = {"nargs": "+", "action": "extend", "default": []}  # the option may be repeated
 
 
@@ -54,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return code
     except _bad_input() as error:
         hint = f"\n{_INPUTS}" if type(error).__name__ in ("InputError", "TraceError") else ""
-        print(f"te-transform: {_with_options(str(error), asked)}{hint}", file=sys.stderr)
+        print(f"te-transform: {_options_of(error, asked)}{error}{hint}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
@@ -77,14 +75,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
 
 
-def _with_options(message: str, asked: argparse.Namespace) -> str:
-    """Return a message in which arguments of the library are spelled as options of the command."""
-    for name in filter(asked.__contains__, _LIBRARY_ARGUMENTS):
-        option = f"--{name.replace('_', '-')}"
-        message = re.sub(rf"\bleave {name}=(None|False)", f"leave out {option}", message)
-        message = re.sub(rf"\b{name}='([\w-]+)'( or )?(?:'([\w-]+)')?", rf"{option} \1\2\3", message)
-        message = re.sub(rf"\b{name}=(True)?(?=\W|$)", option, message)
-    return message
+def _options_of(error: Exception, asked: argparse.Namespace) -> str:
+    """Return the options of the command for the arguments that an error is about, followed by a colon."""
+    arguments = filter(asked.__contains__, getattr(error, "arguments", ()))
+    options = ", ".join(f"--{name.replace('_', '-')}" for name in arguments)
+    return options and f"{options}: "
 
 
 def _bad_input() -> tuple[type[Exception], ...]:

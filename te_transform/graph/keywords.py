@@ -1,4 +1,4 @@
-"""Suggest the correct name for a misspelled name."""
+"""Errors about arguments: the names of invalid ones, and the correct name for a misspelled one."""
 
 from __future__ import annotations
 
@@ -10,6 +10,18 @@ from typing import ParamSpec, TypeVar
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+
+class ArgumentError(ValueError):
+    """An argument of a function has an invalid value.
+
+    Attributes:
+        arguments: the names. The command line prints its options with these names.
+    """
+
+    def __init__(self, message: str, *arguments: str):
+        super().__init__(message)
+        self.arguments = arguments
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -16,7 +16,7 @@ from te_transform.backends import Backend, choose, why_missing
 from te_transform.backends.limits import cuda_graphs
 from te_transform.canonicalize.op import Forms
 from te_transform.graph import ops
-from te_transform.graph.keywords import did_you_mean
+from te_transform.graph.keywords import ArgumentError, did_you_mean
 from te_transform.graph.names import without_wrappers
 from te_transform.graph.pattern import Pattern, Siblings, targets_of, within
 from te_transform.plan.precision_plan import RECIPES, PrecisionPlan
@@ -26,7 +26,7 @@ COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-
 IN_CUDA_GRAPHS = ("reduce-overhead", "max-autotune")  # modes in which torch.compile makes CUDA graphs
 
 
-class OptionError(ValueError):
+class OptionError(ArgumentError):
     """An option has an invalid value, or contradicts another option."""
 
 
@@ -137,7 +137,7 @@ class Options:
                 f"{did_you_mean(unknown[0], known)}"
             )
         if backend not in ("auto", "te", "torch"):
-            raise OptionError(f"expected backend='auto', 'te' or 'torch', got {backend!r}")
+            raise OptionError(f"expected backend 'auto', 'te' or 'torch', got {backend!r}", "backend")
         mode, graphs = flags.get("compile", False), flags.get("graphs", False)
         any_width = recipe is not None or bool(mode) or bool(graphs)
         chosen, reason = choose(backend, model, planning, any_width=any_width, in_recipe=recipe is not None)
@@ -177,26 +177,31 @@ class Options:
         named = recipe.recipe if isinstance(recipe, PrecisionPlan) else recipe
         if named is None:
             if recipe is not None:
-                raise OptionError("expected a PrecisionPlan with a recipe, got one without; set its recipe")
+                raise OptionError(
+                    "expected a PrecisionPlan with a recipe, got one without; set its recipe", "recipe"
+                )
             return
         if isinstance(named, str) and named not in RECIPES:
             raise OptionError(
-                f"expected None, a TE recipe or one of {', '.join(RECIPES)} for recipe, got {named!r}"
+                f"expected None, a TE recipe or one of {', '.join(RECIPES)} for recipe, got {named!r}",
+                "recipe",
             )
         if not backend.HAS_KERNELS:
             if planning:
                 raise OptionError(
-                    f"expected backend='te' for recipe={named!r}, got {reason}; pass backend='te', which can "
-                    "be planned on any machine"
+                    f"expected backend 'te' for the recipe {named!r}, got {reason}; choose backend 'te', "
+                    "which can be planned on any machine",
+                    "recipe",
                 )
-            do = "call it where Transformer Engine runs," if why_missing() else "pass backend='te'"
+            do = "call it where Transformer Engine runs," if why_missing() else "choose backend 'te'"
             raise OptionError(
-                f"expected backend='te' for recipe={named!r}, got {reason}; {do} or leave recipe=None"
+                f"expected backend 'te' for the recipe {named!r}, got {reason}; {do} or leave out the recipe",
+                "recipe",
             )
         try:
             backend.recipe_of(named)
         except ValueError as error:
-            raise OptionError(f"recipe is {named!r}, {error}") from error
+            raise OptionError(f"recipe is {named!r}, {error}", "recipe") from error
 
 
 def _rules_of(passes: Any) -> tuple[Rule, ...]:
@@ -222,10 +227,12 @@ def _check_flags(flags: dict[str, Any]) -> None:
     """Raise unless `compile` is a bool or a mode, and the other flags are bools."""
     mode, modes = flags.get("compile", False), (*COMPILE_MODES, "auto")
     if not isinstance(mode, bool) and mode not in modes:
-        raise OptionError(f"expected a bool or one of {', '.join(modes)} for compile, got {mode!r}")
+        raise OptionError(
+            f"expected a bool or one of {', '.join(modes)} for compile, got {mode!r}", "compile"
+        )
     for name in ("approximate", "pad_vocabulary", "chunked_loss", "graphs", "inplace", "verify"):
         if not isinstance(flags.get(name, False), bool):
-            raise OptionError(f"expected True or False for {name}, got {flags[name]!r}")
+            raise OptionError(f"expected True or False for {name}, got {flags[name]!r}", name)
 
 
 def _check_rule(rule: Rule) -> None:
@@ -307,11 +314,13 @@ def globs_of(skip: Any) -> tuple[str, ...]:
         OptionError: `skip` is something else; the message says what was expected.
     """
     if not isinstance(skip, (str, tuple, list, set, frozenset)):
-        raise OptionError(f"expected module paths or globs such as 'model.layers.0*' for skip, got {skip!r}")
+        raise OptionError(
+            f"expected module paths or globs such as 'model.layers.0*' for skip, got {skip!r}", "skip"
+        )
     globs = (skip,) if isinstance(skip, str) else tuple(skip)
     if wrong := [glob for glob in globs if not isinstance(glob, str) or not glob]:
         raise OptionError(
-            f"expected module paths or globs such as 'model.layers.0*' in skip, got {wrong[0]!r}"
+            f"expected module paths or globs such as 'model.layers.0*' in skip, got {wrong[0]!r}", "skip"
         )
     return globs
 
@@ -338,7 +347,8 @@ def check_skip(globs: tuple[str, ...], model: nn.Module) -> None:
         if not any(_is_named(path, glob) for path in paths):
             raise OptionError(
                 f"expected a path like {paths[-1]!r} or a glob in skip, got {glob!r}, which names no module "
-                f"of {type(model).__name__}; see model.named_modules()"
+                f"of {type(model).__name__}; see model.named_modules()",
+                "skip",
             )
 
 

@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from te_transform.graph.errors import in_a_line, in_full
 from te_transform.graph.inputs import Inputs
+from te_transform.graph.keywords import ArgumentError
 from te_transform.graph.names import forward_parameters
 from te_transform.graph.nodes import dtype_name
 from te_transform.graph.preserve import same_random, same_state
@@ -37,14 +38,14 @@ def check_outputs(models: tuple[nn.Module, nn.Module], sample: Inputs) -> list[s
             with same_state(model), torch.no_grad():
                 result = model(*args, **kwargs)
         except Exception as error:  # the user's code may raise anything
-            raise ValueError(
+            raise ArgumentError(
                 f"expected example inputs on which both models run, got {sample}; {type(model).__name__} "
                 f"raised {in_full(error)}"
             ) from error
         found.append(dict(named_tensors(result)))
         held.append({name for name, _ in held_values(result)})
         if not found[-1]:
-            raise ValueError(
+            raise ArgumentError(
                 f"expected tensors from {type(model).__name__}, got a {type(result).__name__}; return a "
                 "tensor, or a tuple, dict or dataclass of tensors"
             )
@@ -53,7 +54,7 @@ def check_outputs(models: tuple[nn.Module, nn.Module], sample: Inputs) -> list[s
             f"{_listed(tensors)} from {type(model).__name__}"
             for model, tensors in zip(models, found, strict=True)
         )
-        raise ValueError(
+        raise ArgumentError(
             f"expected outputs with the same names or number, got {one} and {other}; wrap one model in a "
             "module that returns what the other returns"
         )
@@ -80,7 +81,7 @@ def check_scripted(models: Sequence[nn.Module], sample: Inputs) -> None:
             model.train()(*args, **kwargs)
             is_random = not all(map(torch.equal, before, _generator_states()))
         if is_random and not mode.drawn:
-            raise ValueError(
+            raise ArgumentError(
                 f"expected modules of torch.jit without random numbers, got a {type(model).__name__} that "
                 "draws some in training; compare it before torch.jit, or set p=0 in its dropouts first"
             )

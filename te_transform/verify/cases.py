@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_map_only
 
 from te_transform.execution.console import progress
 from te_transform.graph.inputs import Inputs
+from te_transform.graph.keywords import ArgumentError
 from te_transform.verify.compare import Contenders, OriginalError, Row, judge
 from te_transform.verify.variations import EXAMPLE, Variation, only_hides
 
@@ -118,7 +119,7 @@ def _rows_of(each: Variation, pair: Pair, settled: bool) -> Rows:
             failing += [case] if failed(found) else []
     except OriginalError as error:
         if each.label.startswith(EXAMPLE):
-            raise ValueError(
+            raise ArgumentError(
                 f"expected example inputs on which the original runs, got {each.inputs}; it raised {error}"
             ) from error
         skipped = [] if each.apart else [f"{each.label}, the original raised {error}"]

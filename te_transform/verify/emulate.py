@@ -24,6 +24,7 @@ from torch import Tensor
 from te_transform.backends.fp8.fp8_only import exact
 from te_transform.backends.limits import as_autocast, dtypes_in_fp8
 from te_transform.execution.products import Products
+from te_transform.graph.keywords import ArgumentError
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
@@ -89,7 +90,7 @@ def formats_of(recipe: Any) -> Formats:
     kinds = ("delayed", "float8_current_scaling", "float8_block_scaling", "mxfp8")
     kind = next((kind for kind in kinds if getattr(recipe, kind)()), None)
     if kind is None or getattr(recipe, "backward_override", None) is not None:
-        raise ValueError(
+        raise ArgumentError(
             "expected a recipe of delayed, current, block or MXFP8 scaling with backward_override=None for "
             f"verify(), got {type(recipe).__name__}, which it cannot emulate"
         )

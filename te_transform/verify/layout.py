@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from te_transform.graph.errors import in_a_line, raised_at
-from te_transform.graph.keywords import did_you_mean
+from te_transform.graph.keywords import ArgumentError, did_you_mean
 from te_transform.verify.compare import Row
 from te_transform.verify.names import Names, check_names, names_in, plain_name, renaming, some
 from te_transform.verify.states import compare_weights
@@ -28,7 +28,7 @@ class Layout:
     """The weights of `second` as a function of the weights of `first`, see verify().
 
     Raises:
-        ValueError: the weights of the two models cannot be matched; the message says what was given.
+        ArgumentError: the weights of the two models cannot be matched; the message says what was given.
     """
 
     first: nn.Module
@@ -43,10 +43,12 @@ class Layout:
         left = [name for name in self.own if self.weights is None and self.rename(name) not in known]
         if self._unmatched and (left or self.weights is not None):
             missing = f", and {some(left)} in the first only" if left else ""
-            raise ValueError(
+            raise ArgumentError(
                 f"expected the same weights in both models, got {some(self._unmatched)} in the second "
-                f"only{missing}; pass names=, which maps the first's names to the second's, or weights=, "
-                "which makes the second's state dict"
+                f"only{missing}; pass names, which map the first's names to the second's, or weights, a "
+                "function that makes the second's state dict",
+                "names",
+                "weights",
             )
 
     @cached_property
@@ -150,10 +152,11 @@ class Layout:
             if theirs[new].shape == tensor.shape:
                 made[new] = tensor
             elif theirs[new].is_floating_point():
-                raise ValueError(
+                raise ArgumentError(
                     f"expected weights of one shape, got {list(tensor.shape)} for {name} in the first model "
-                    f"and {list(theirs[new].shape)} for {new} in the second; pass weights=, which makes the "
-                    "second's state dict"
+                    f"and {list(theirs[new].shape)} for {new} in the second; pass weights, a function that "
+                    "makes the second's state dict",
+                    "weights",
                 )
         return made
 
@@ -162,21 +165,24 @@ class Layout:
         try:
             made = dict(self.weights(given))
         except Exception as error:  # the user's code may raise anything
-            raise ValueError(
-                "expected a function from state dict to state dict as weights=, got an error from it "
-                f"({in_a_line(error)}){raised_at(error)}"
+            raise ArgumentError(
+                "expected weights as a function from state dict to state dict, got an error from it "
+                f"({in_a_line(error)}){raised_at(error)}",
+                "weights",
             ) from error
         state = self._state
         for name, tensor in made.items():
             if name not in state:
-                raise ValueError(
-                    f"expected names of the second model from weights=, got {name!r}"
-                    f"{did_you_mean(name, state)}"
+                raise ArgumentError(
+                    f"expected names of the second model from the function for weights, got {name!r}"
+                    f"{did_you_mean(name, state)}",
+                    "weights",
                 )
             if isinstance(state[name], Tensor) and tensor.shape != state[name].shape:
-                raise ValueError(
-                    f"expected the shape {list(state[name].shape)} for {name} from weights=, got "
-                    f"{list(tensor.shape)}; return each weight as the second model holds it"
+                raise ArgumentError(
+                    f"expected the shape {list(state[name].shape)} for {name} from the function for weights, "
+                    f"got {list(tensor.shape)}; return each weight as the second model holds it",
+                    "weights",
                 )
         return made
 
@@ -188,7 +194,8 @@ class Layout:
         with torch.enable_grad():
             made = self._made(leaves)
         if fixed := [name for name in self.theirs if name in made and not made[name].requires_grad]:
-            raise ValueError(
-                f"expected a differentiable function as weights=, got {some(fixed)} from it without a "
-                "gradient; leave out detach(), .data and torch.no_grad(), its derivative is needed"
+            raise ArgumentError(
+                f"expected a differentiable function for weights, got {some(fixed)} from it without a "
+                "gradient; leave out detach(), .data and torch.no_grad(), its derivative is needed",
+                "weights",
             )

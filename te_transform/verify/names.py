@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from torch import nn
 
-from te_transform.graph.keywords import did_you_mean
+from te_transform.graph.keywords import ArgumentError, did_you_mean
 from te_transform.plan.model import is_exported
 
 Names = Mapping[str, str | None] | Callable[[str], str | None]
@@ -51,9 +51,10 @@ def renaming(names: Names | None) -> Callable[[str], str | None]:
         return lambda name: name
     if not isinstance(names, Mapping):
         if not callable(names):
-            raise ValueError(
-                "expected a dict or a function from names of the first model to names of the second for "
-                f"names=, got {names!r}; leave it out if the names are the same"
+            raise ArgumentError(
+                "expected a dict or a function from names of the first model to names of the second, got "
+                f"{names!r}; leave it out if the names are the same",
+                "names",
             )
         return names
 
@@ -72,7 +73,7 @@ def check_names(names: Names | None, first: nn.Module, second: nn.Module) -> Non
     """Raise if a mapping has names that the models do not have.
 
     Raises:
-        ValueError: the message says which name.
+        ArgumentError: the message says which name.
     """
     if not isinstance(names, Mapping):
         return
@@ -80,9 +81,10 @@ def check_names(names: Names | None, first: nn.Module, second: nn.Module) -> Non
     for which, model, given in (("first", first, [*names]), ("second", second, new)):
         known = {*names_in(model)}
         if wrong := next((name for name in given if name not in known), None):
-            raise ValueError(
-                f"expected names= from names of the first model to names of the second, got {wrong!r}, "
-                f"which the {which} does not have{did_you_mean(wrong, known)}"
+            raise ArgumentError(
+                f"expected a mapping from names of the first model to names of the second, got {wrong!r}, "
+                f"which the {which} does not have{did_you_mean(wrong, known)}",
+                "names",
             )
 
 

@@ -50,7 +50,7 @@ def compare_weights(made: Mapping[str, Any], state: Mapping[str, Any]) -> Iterat
         if same_bits(own, theirs):
             continue
         if own.dim() == 2 and own.shape == theirs.mT.shape and same_bits(own.mT, theirs):
-            reason = "is the original's transpose: transpose it, or pass weights= if it is stored so"
+            reason = "is the original's transpose: transpose it, or pass weights if it is stored so"
         else:
             reason = "has other values than the original's: load the original's weights first"
         yield Row(STATE_DICT, name, False, reason=reason)

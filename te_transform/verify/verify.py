@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from te_transform.execution.attach import runners
 from te_transform.graph.inputs import as_inputs
-from te_transform.graph.keywords import suggests
+from te_transform.graph.keywords import ArgumentError, suggests
 from te_transform.graph.preserve import one_at_a_time, preserved
 from te_transform.plan.model import wrapped_by
 from te_transform.verify.any_pair import AnyPair
@@ -117,28 +117,28 @@ def assert_same(
 def _check_models(model: nn.Module, converted: nn.Module, has_layout: bool) -> None:
     for which, each in (("first", model), ("second", converted)):
         if not isinstance(each, nn.Module):
-            raise ValueError(
+            raise ArgumentError(
                 f"expected a converted model as the {which} model, or any torch.nn.Module, got a "
                 f"{type(each).__name__}; call verify(model, te_transform.convert(model))"
             )
         if hasattr(each, "module") and (wrapper := wrapped_by(each)):
-            raise ValueError(
+            raise ArgumentError(
                 f"expected a plain model as the {which} model, got one wrapped by {wrapper}; pass its .module"
             )
         if any(parameter.is_meta for parameter in each.parameters()):
-            raise ValueError(
+            raise ArgumentError(
                 f"expected weights to compare, got parameters on the meta device in the {which} model; load "
                 "its weights after to_empty(device=...), or remove the hooks that load them"
             )
     # a converted class is a subclass with the same name
     if runners(converted) and not has_layout and not isinstance(converted, type(model)):
-        raise ValueError(
+        raise ArgumentError(
             f"expected two models of the same class, got a {type(model).__name__} and a converted "
             f"{type(converted).__name__}; pass the model that was converted"
         )
     first, second = (any(isinstance(p, DTensor) for p in each.parameters()) for each in (model, converted))
     if first != second:
-        raise ValueError(
+        raise ArgumentError(
             f"expected two whole models, got a {'first' if first else 'second'} model divided among ranks; "
             "call verify() before parallelize() or fully_shard()"
         )

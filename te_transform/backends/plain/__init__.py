@@ -49,7 +49,7 @@ def recipe_of(asked: Any) -> Any:
     Raises:
         ValueError: always.
     """
-    raise ValueError("expected a backend with FP8 kernels, got plain PyTorch; pass backend='te'")
+    raise ValueError("expected a backend with FP8 kernels, got plain PyTorch; choose backend 'te'")
 
 
 def recipe_now() -> Any:
