@@ -174,6 +174,7 @@ def _capture_and_report(
     runner.note_scattered(made, [group for group in groups if not make_adjacent(group)])
     if options.recipe is not None and not options.run_original:
         _enter_recipe(made, runner, seen, samples)
+    runner.user_code.calls.clear()
     for graph in runner.graphs:
         graph.count_anew()
     log.log(logging.INFO if is_first_rank() else logging.DEBUG, "%s", runner.material.report)

@@ -12,7 +12,6 @@ from te_transform.execution.attach import runner_of
 from te_transform.execution.blocks import blocks
 from te_transform.execution.first_calls import FirstGraphs
 from te_transform.execution.runner import Runner
-from te_transform.execution.trials import OWN_IS_FASTER
 from te_transform.graph.inputs import Inputs
 from te_transform.plan.assign import assign
 from te_transform.plan.model import ModelError
@@ -43,7 +42,7 @@ def report(converted: nn.Module) -> Report:
         material.next_call = None
     graphs, told = found.graphs, material.report.notes
     plain = sum((site.fused.plain_calls for graph in graphs for site in graph.plan.sites), Counter())
-    plain += Counter({OWN_IS_FASTER: found.user_code.trials.own_calls})
+    plain += found.user_code.calls
     fallbacks = sum((graph.fallbacks_told() for graph in graphs), Counter())
     later = [note for note in material.notes if note not in told]
     if found.division is not None:

@@ -142,8 +142,11 @@ class Runner:
     def _run(self, call: ModuleCall) -> Any:
         """Run the user's own code or captured graphs."""
         user_code = self.user_code
-        is_own = user_code.refuse(call) is None
-        if is_own or (call.is_root and self._may_time() and user_code.is_faster(call)):
+        why = user_code.needed(call)
+        if why is None and call.is_root and self._may_time():
+            why = user_code.faster(call)
+        if why is not None:
+            user_code.count(call, why)
             return user_code.run(call, but_blocks=self.policy.by_block and not call.is_block)
         if call.is_block:
             if self.division is not None and self.policy.skip_this_call:

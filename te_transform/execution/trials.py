@@ -77,7 +77,6 @@ class Trials:
     def __init__(self) -> None:
         self.clock: Callable[[torch.device], Any] = now
         self.trials: dict[tuple, Trial] = {}
-        self.own_calls = 0  # calls that ran the user's own code
 
     def of(self, call: ModuleCall) -> Trial | None:
         """Return the trial of a call, or None if the call must run captured graphs.
@@ -116,7 +115,6 @@ class Trials:
         if not trial.left:
             return None
         own = trial.own
-        self.own_calls += own
         trial.count_down()
         return own
 

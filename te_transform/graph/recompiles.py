@@ -20,6 +20,10 @@ from torch._dynamo.types import ConvertFrameReturn, DynamoFrameType
 
 MOST_CAPTURES = 3  # captures of a module for different values of one expression
 _CALLS_BEFORE_CAPTURE = 2  # calls with new hooks that run the user's code: many hooks exist for one call
+_NEW = (
+    "the first calls with a new hook, or with other frozen parameters, run your own code, because many hooks "
+    "exist for one call"
+)
 
 # Modes, sizes and dtypes may have a graph each; dynamo makes varying sizes dynamic.
 _NO_VALUE = ("GLOBAL_STATE", "tensor '", ".size()", ".stride()", "Unexpected recompilation", "BACKEND_MATCH")
@@ -61,6 +65,7 @@ class Recompiles:
         is_of_frozen = sum(guard.is_of_frozen for guard in failed) >= MOST_CAPTURES
         passing = _hooks_of(module) if is_of_hooks else (), _frozen_in(module) if is_of_frozen else ()
         if (is_of_hooks or is_of_frozen) and self._are_new(passing):
+            self.tell(_NEW)
             return None
         for guard in guards:
             if len({other.text for other in guards if other.subject == guard.subject}) >= MOST_CAPTURES:

@@ -55,7 +55,8 @@ class Report:
         notes: sentences on the conversion as a whole.
         breaks: sentences on code that was not captured.
         precision: the plan of what runs in FP8.
-        plain_calls: the number of calls in which fused ops ran in plain PyTorch, by reason.
+        plain_calls: the number of calls in which fused ops or the whole model ran in plain PyTorch, by
+            reason.
         memory: the predicted memory of a training step on TE.
         timings: with compile="auto", the time of a call under each setting.
         chosen: with compile="auto", the name of the setting that the model runs with.

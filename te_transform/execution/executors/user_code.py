@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -15,9 +16,15 @@ from te_transform.execution.known_integers import Questions
 from te_transform.execution.material import ReportMaterial
 from te_transform.execution.modes import NOTHING
 from te_transform.execution.policy import CapturePolicy
-from te_transform.execution.trials import Trials
+from te_transform.execution.trials import OWN_IS_FASTER, Trials
 
-_GRAPHS = "captured graphs may run the call"
+_CHOSEN = "the conversion chose your own code, see the notes"
+_SEEN = "a torch function mode of yours sees the operations"
+_UNSUPPORTED = "an argument is a tensor of a class that no graph supports"
+_ONE_TOKEN = "one token per sequence and no gradients, which fused kernels do not speed up"
+_UNCAPTURED = "dynamo cannot capture the code of a divided model"
+_NESTED = "the evaluation of nn.TransformerEncoder makes nested tensors"
+_CHECKPOINTED = "an activation checkpoint in the forward repeats a part of it"
 
 _NO_STRIDES = (
     "a nested tensor of layout torch.strided has no sizes to guard, so its calls run the user's own code. "
@@ -37,6 +44,9 @@ class UserCode:
     Args:
         policy: decides in which modes nothing is captured.
         material: receives notes on tensors that no graph supports.
+
+    Attributes:
+        calls: the calls of the model that it ran, by reason.
     """
 
     name = "the user's own code"
@@ -44,29 +54,42 @@ class UserCode:
     def __init__(self, policy: CapturePolicy, material: ReportMaterial):
         self.policy, self.material, self.trials = policy, material, Trials()
         self.questions = Questions()
+        self.calls: Counter[str] = Counter()
 
-    def refuse(self, call: ModuleCall) -> str | None:
-        """Return why a graph may run the call, or None if the user's own code must run."""
+    def needed(self, call: ModuleCall) -> str | None:
+        """Return why the user's own code must run the call, or None if a graph may run it."""
         policy, options = self.policy, call.options
-        if policy.run_original or options.run_original or call.is_seen_by_others:
-            return None
+        if policy.run_original or options.run_original:
+            return _CHOSEN
+        if call.is_seen_by_others:
+            return _SEEN
         if self._has_unsupported(call):
-            return None
+            return _UNSUPPORTED
         # Fused kernels do not speed up single tokens, and a growing cache would cause a capture per token.
         # With a static cache, the step may run as a CUDA graph.
         if call.is_decoding and not (options.graphs and _has_static_cache(call)):
-            return None
-        if type(call.module) in policy.uncaptured or (policy.makes_nested and call.is_evaluated):
-            return None
+            return _ONE_TOKEN
+        if type(call.module) in policy.uncaptured:
+            return _UNCAPTURED
+        if policy.makes_nested and call.is_evaluated:
+            return _NESTED
         is_checkpointed = policy.checkpointed_modes and mode_of(call.module) in policy.checkpointed_modes
-        return None if is_checkpointed else _GRAPHS
+        return _CHECKPOINTED if is_checkpointed else None
 
-    def is_faster(self, call: ModuleCall) -> bool:
-        """Return True if trials found the user's own code faster. Set `call.trial` if a trial is not over."""
+    def faster(self, call: ModuleCall) -> str | None:
+        """Return a reason if trials found the user's own code faster, else None.
+
+        Set `call.trial` if a trial is not over.
+        """
         trial = self.trials.of(call)
         own = None if trial is None else self.trials.choice(trial)
         call.trial = trial if own is None else None
-        return bool(own)
+        return OWN_IS_FASTER if own else None
+
+    def count(self, call: ModuleCall, why: str) -> None:
+        """Count a call for the report, unless it is of a block or of verify()."""
+        if call.is_root and not self.policy.run_original:
+            self.calls[why] += 1
 
     def run(self, call: ModuleCall, but_blocks: bool = False) -> Any:
         """Run the call, with whole parameters if the model is divided, except for captured blocks."""
