@@ -27,7 +27,7 @@ from te_transform.profile.result import Profile, RankTime, SiteTime
 from te_transform.profile.steps import device_of, record
 from te_transform.profile.trials import Replacements
 from te_transform.report.places import listed
-from te_transform.report.report import Report
+from te_transform.report.report import Report, fallback_notes
 from te_transform.reporting import report as report_of
 
 _EXCESS = 0.3  # of the step under the profiler, which a note tells
@@ -66,27 +66,27 @@ def profile(model: nn.Module, batch: Any = None, *, plan: bool = True) -> Profil
         recording = record(model, samples)
     except ParametersWritten as error:
         raise ModelError(str(error)) from error
-    found = Analysis(model, recording)
+    analysis = Analysis(model, recording)
     seconds = statistics.median(recording.seconds)
     device = device_of(model)
     with same_random(model.parameters()):
-        made = findings(found, Replacements(device, _STEPS_OF_TRIALS * seconds))
-    classes = found.classes()
+        results = findings(analysis, Replacements(device, _STEPS_OF_TRIALS * seconds))
+    classes = analysis.classes()
     profiled = Profile(
         type(model).__name__,
         torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "forward and backward" if recording.is_training else "forward",
         "; ".join(map(str, samples)),
         seconds,
-        NS * found.total,
+        NS * analysis.total,
         time.perf_counter() - start,
-        tuple(found.parts()),
+        tuple(analysis.parts()),
         classes,
-        made,
+        results,
         ranks=_ranks(seconds, classes.get(COMMUNICATION, 0.0)),
-        notes=tuple(_notes(model, found)),
+        notes=tuple(_notes(model, analysis)),
     )
-    return _add_plan(profiled, model, samples, found) if plan else profiled
+    return _add_plan(profiled, model, samples, analysis) if plan else profiled
 
 
 def _check_profile(model: nn.Module, plan: bool) -> None:
@@ -103,16 +103,16 @@ def _check_profile(model: nn.Module, plan: bool) -> None:
         )
 
 
-def _notes(model: nn.Module, found: Analysis) -> Iterator[str]:
-    if not found.recording.is_training:
+def _notes(model: nn.Module, analysis: Analysis) -> Iterator[str]:
+    if not analysis.recording.is_training:
         yield f"only the forward ran, because {_why_no_backward(model)} to profile a training step"
-    excess = NS * found.total / statistics.median(found.recording.seconds) - 1
+    excess = NS * analysis.total / statistics.median(analysis.recording.seconds) - 1
     if excess > _EXCESS:
         yield (
             f"the step under the profiler took {excess:.0%} longer than the others: rely on shares, and "
             "profile an idle machine and longer steps"
         )
-    if found.recording.watch is None:
+    if analysis.recording.watch is None:
         yield "lines of code are not shown, because the model is compiled or converted"
 
 
@@ -126,23 +126,25 @@ def _why_no_backward(model: nn.Module) -> str:
 
 
 def _ranks(seconds: float, exposed: float) -> tuple[RankTime, ...]:
-    found = gathered((seconds, exposed))
-    if len(found) == 1:
+    times = gathered((seconds, exposed))
+    if len(times) == 1:
         return ()
-    return tuple(RankTime(rank, *told) for rank, told in enumerate(found))
+    return tuple(RankTime(rank, *time) for rank, time in enumerate(times))
 
 
-def _add_plan(profiled: Profile, model: nn.Module, samples: list[Inputs], found: Analysis) -> Profile:
+def _add_plan(profiled: Profile, model: nn.Module, samples: list[Inputs], analysis: Analysis) -> Profile:
     """Add the plan of convert(), or the report of a converted model."""
     try:
         path, planned = _planned(model)
-        told = inspect(planned, samples) if runner_of(planned) is None else report_of(planned)
+        plan_report = inspect(planned, samples) if runner_of(planned) is None else report_of(planned)
     except Exception as error:  # convert() refuses models that can be profiled, such as wrapped ones
         why = " ".join(message_of(error).split())
         return replace(profiled, notes=(*profiled.notes, f"convert() is not planned: {why}"))
-    fallbacks = (f"{count} calls of graphs {why}" for why, count in told.fallbacks.items())
     return replace(
-        profiled, sites=tuple(_sites(told, path, found)), report=told, notes=(*profiled.notes, *fallbacks)
+        profiled,
+        sites=tuple(_sites(plan_report, path, analysis)),
+        report=plan_report,
+        notes=(*profiled.notes, *fallback_notes(plan_report.fallbacks)),
     )
 
 
@@ -153,15 +155,15 @@ def _planned(model: nn.Module) -> tuple[str, nn.Module]:
     return next(converted, ("module", model.module) if is_wrapped else ("", model))
 
 
-def _sites(told: Report, root: str, found: Analysis) -> Iterator[SiteTime]:
+def _sites(plan_report: Report, root: str, analysis: Analysis) -> Iterator[SiteTime]:
     """Yield the sites of a report on the module at the path `root`, with times."""
     groups: dict[tuple[str, str, tuple[str, ...]], list[str]] = {}
-    for site in told.sites:
+    for site in plan_report.sites:
         path = ".".join(filter(None, (root, site.path)))
         groups.setdefault((site.rule, site.status, site.reasons), []).append(path)
-    made = []
+    times = []
     for (rule, status, reasons), paths in groups.items():
-        inside = set().union(*(found.under(path) for path in paths))
-        seconds = NS * found.cost(inside)
-        made.append(SiteTime(rule, status, listed(paths), len(paths), seconds, reasons))
-    yield from sorted(made, key=lambda site: -site.seconds)
+        inside = set().union(*(analysis.under(path) for path in paths))
+        seconds = NS * analysis.cost(inside)
+        times.append(SiteTime(rule, status, listed(paths), len(paths), seconds, reasons))
+    yield from sorted(times, key=lambda site: -site.seconds)

@@ -126,8 +126,8 @@ class Report:
                 )
             if not isinstance(expected, int):
                 raise TypeError(f"expected an integer for {rule}, got {expected!r}; pass the number of sites")
-        found = self.counts
-        differing = [rule for rule, expected in counts.items() if found[rule] != expected]
+        fused = self.counts
+        differing = [rule for rule, expected in counts.items() if fused[rule] != expected]
         if differing:
             lines = [line for rule in differing for line in self._difference(rule, counts[rule])]
             raise ExpectationError("\n".join([f"{self.model} was not fused as expected", *lines]))
@@ -156,10 +156,10 @@ class Report:
     def all_notes(self) -> tuple[str, ...]:
         """Return all sentences: notes, breaks, precision, memory, plain PyTorch calls, fallbacks, timings."""
         precise = () if self.precision is None else _precise(self.precision)
-        plain = (f"{count} calls ran in plain PyTorch: {why}" for why, count in self.plain_calls.items())
+        plain = (f"{_calls(n)} ran in plain PyTorch: {why}" for why, n in self.plain_calls.items())
         memory = () if self.memory is None else (f"a training step is predicted to take {self.memory}",)
-        fell_back = (f"{count} calls of graphs {why}" for why, count in self.fallbacks.items())
-        return (*self.notes, *self.breaks, *precise, *memory, *plain, *fell_back, *self.all_timings())
+        fallbacks = fallback_notes(self.fallbacks)
+        return (*self.notes, *self.breaks, *precise, *memory, *plain, *fallbacks, *self.all_timings())
 
     def all_timings(self) -> tuple[str, ...]:
         """Return the time of a call under each setting, with a mark at the chosen setting."""
@@ -243,6 +243,15 @@ class Report:
         if which not in ("before", "after"):
             raise ValueError(f"expected which='before' or 'after', got {which!r}; choose one of the two")
         return getattr(self, which)
+
+
+def fallback_notes(fallbacks: Mapping[str, int]) -> Iterator[str]:
+    """Yield a sentence for each reason why calls of graphs did not run as asked."""
+    return (f"{_calls(n)} of graphs {why}" for why, n in fallbacks.items())
+
+
+def _calls(count: int) -> str:
+    return f"{count} call{'s' * (count != 1)}"
 
 
 def _precise(plan: PrecisionPlan) -> Iterator[str]:

@@ -105,18 +105,18 @@ REPEATED = (
     "2 calls of graphs did not run compiled: a checkpoint repeats a call that ran fused, or it is reentrant",
 )
 FIRST = (
-    "1 calls ran in plain PyTorch: a first call in FP8, from which delayed scaling takes its scales",
-    "1 calls of graphs did not run compiled: its matrix products have no scales for these weights yet",
+    "1 call ran in plain PyTorch: a first call in FP8, from which delayed scaling takes its scales",
+    "1 call of graphs did not run compiled: its matrix products have no scales for these weights yet",
 )
 IN_VMAP = (
     "dynamo cannot capture a part of the forward (Unsupported functorch tracing attempt): your own code runs "
     "there",
 )
-SMALL = ("1 calls ran in plain PyTorch: a graph without gated MLPs, which is as fast as captured",)
+SMALL = ("1 call ran in plain PyTorch: a graph without gated MLPs, which is as fast as captured",)
 COMPILE, DDP = {"compile": True}, ("process_group",)
 
 ONE_TOKEN = (
-    "1 calls ran in plain PyTorch: one token per sequence and no gradients, which fused kernels do not speed "
+    "1 call ran in plain PyTorch: one token per sequence and no gradients, which fused kernels do not speed "
     "up",
 )
 NEW_HOOK = (
