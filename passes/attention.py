@@ -33,8 +33,8 @@ def refuse(
 ) -> Iterator[str | None]:
     """Yield every reason why no core computes this attention, or None if it already calls PyTorch's core."""
     if attention is None:  # no spelling matched: not attention, or attention in an unknown form
-        found = softmax_free.missing_softmax(product) if softmax is None else scores.obstacles(softmax)
-        yield from [*found] or [None]
+        reasons = softmax_free.missing_softmax(product) if softmax is None else scores.obstacles(softmax)
+        yield from [*reasons] or [None]
         return
     if attention.sinks is not None and not backend.HAS_KERNELS:
         yield (

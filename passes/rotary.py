@@ -135,11 +135,11 @@ def _before_layout(node: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
     between = []
     while node.target in _LAID_OUT_BY:
         tensors = filter(is_tensor_node, node.all_input_nodes)
-        found = [read for read in tensors if value(read).is_floating_point()]  # no index
-        if not found:
+        floating = [read for read in tensors if value(read).is_floating_point()]  # no index
+        if not floating:
             break
         between.append(node)
-        node = found[0]
+        node = floating[0]
     return node, between
 
 

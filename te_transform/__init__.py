@@ -106,10 +106,10 @@ class _Package(ModuleType):
         if name not in _HOME_OF:
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
         state = random.getstate()
-        found = getattr(import_module(_HOME_OF[name]), name)
+        attribute = getattr(import_module(_HOME_OF[name]), name)
         random.setstate(state)  # importing rich draws random numbers
-        setattr(self, name, found)
-        return found
+        setattr(self, name, attribute)
+        return attribute
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in _HOME_OF or not isinstance(value, ModuleType):  # an import binds the submodule here

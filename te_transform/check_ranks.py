@@ -53,12 +53,12 @@ def check_ranks(converted: nn.Module, mesh: DeviceMesh | None = None, group: Any
         raise RanksError(
             "expected a process group, got none; call torch.distributed.init_process_group() first"
         )
-    found = gathered(own, group)
+    properties = gathered(own, group)
     differ = [
-        f"rank {rank} has {what} {its[what]}, rank 0 has {found[0][what]}"
-        for rank, its in enumerate(found)
+        f"rank {rank} has {what} {its[what]}, rank 0 has {properties[0][what]}"
+        for rank, its in enumerate(properties)
         for what in own
-        if its[what] != found[0][what]
+        if its[what] != properties[0][what]
     ]
     if differ:
         raise RanksError(f"{'; '.join(differ)}: convert the same model in the same way on all ranks")
@@ -66,15 +66,15 @@ def check_ranks(converted: nn.Module, mesh: DeviceMesh | None = None, group: Any
 
 def _fingerprint(converted: nn.Module, mesh: DeviceMesh | None) -> dict[str, str]:
     """Return the properties that must agree on all ranks, as texts or digests."""
-    made, carried = report(converted), runner_of(converted)
+    its_report, runner = report(converted), runner_of(converted)
     named = converted.named_parameters(remove_duplicate=False)
     parameters = [f"{name} {[*p.shape]} {p.dtype} {p.requires_grad}" for name, p in named]
-    options, precision = carried.options, made.precision
+    options, precision, fused = runner.options, its_report.precision, its_report.fused
     return {
         "the model": f"{type(converted).__name__} of {len(parameters)} parameters ({_digest(parameters)})",
-        "the plan": f"{len(made.fused)} fused sites ({_digest(f'{s.rule} {s.path}' for s in made.fused)})",
+        "the plan": f"{len(fused)} fused sites ({_digest(f'{site.rule} {site.path}' for site in fused)})",
         "the recipe": "none" if precision is None else f"{precision.recipe} ({_digest([precision.sites])})",
-        "the options": " ".join(f"{name}={told}" for name, told in _execution_options(options).items()),
+        "the options": " ".join(f"{name}={text}" for name, text in _execution_options(options).items()),
         "the mesh": "none" if mesh is None else f"{mesh.mesh.tolist()} {mesh.mesh_dim_names}",
         **{f"the version of {name}": installed_version(name) or "none" for name in PACKAGES},
     }

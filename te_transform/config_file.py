@@ -59,34 +59,34 @@ def read_config(file: Path, trust_remote_code: bool = False) -> ConfigFile:
         LoadError: the file is not a config, or an entry names code.
     """
     try:
-        told = _json(file)
+        entries = _json(file)
         if trust_remote_code:
-            return ConfigFile(file, told, quantized=_method(told.get("quantization_config")))
-        if "pretrained_cfg" in told:  # as timm writes it
-            told.setdefault("model_type", "timm_wrapper")
-        found = ConfigFile(file)
-        found.entries = dict(_config_entries(found, told, "", _config_class(told), set()))
+            return ConfigFile(file, entries, quantized=_method(entries.get("quantization_config")))
+        if "pretrained_cfg" in entries:  # as timm writes it
+            entries.setdefault("model_type", "timm_wrapper")
+        config = ConfigFile(file)
+        config.entries = dict(_config_entries(config, entries, "", _config_class(entries), set()))
     except RecursionError as error:
         raise LoadError(
             f"expected a config in {file}, got JSON that is nested too deeply; pass another config"
         ) from error
-    return found
+    return config
 
 
 def _json(file: Path) -> dict[str, Any]:
     try:
-        told = json.loads(file.read_text("utf-8"))
+        entries = json.loads(file.read_text("utf-8"))
     except ValueError as error:
         raise LoadError(
             f"expected a config in {file}, got no JSON ({error}); to pass code, use package.module:factory"
         ) from error
-    if not isinstance(told, dict):
-        raise LoadError(f"expected a JSON object in {file}, got a {type(told).__name__}")
-    return told
+    if not isinstance(entries, dict):
+        raise LoadError(f"expected a JSON object in {file}, got a {type(entries).__name__}")
+    return entries
 
 
 def _config_entries(
-    found: ConfigFile, told: dict[str, Any], path: str, kind: Any, known: set[str] | None
+    config: ConfigFile, entries: dict[str, Any], path: str, kind: Any, known: set[str] | None
 ) -> Iterator[tuple[str, Any]]:
     """Yield the entries of a config that are read.
 
@@ -94,28 +94,28 @@ def _config_entries(
         known: The names to read besides the fields of the class; None to read all names.
     """
     known = None if known is None else known | _LEGACY | _names_of(kind)
-    for name, value in told.items():
+    for name, value in entries.items():
         at = f"{path}.{name}" if path else name
         if name == "auto_map":
-            _refuse_code(found.file, value, told)
+            _refuse_code(config.file, value, entries)
         elif name == "quantization_config":
-            found.quantized = found.quantized or _method(value)
+            config.quantized = config.quantized or _method(value)
         elif name in _ORIGIN_ENTRIES:
             continue
         elif known is None or name in known or _is_numbers(value) or _names_code(name):
-            yield name, _read_entry(found, name, value, at, kind)
+            yield name, _read_entry(config, name, value, at, kind)
         else:
-            found.unread.append(at)
+            config.unread.append(at)
 
 
-def _read_entry(found: ConfigFile, name: str, value: Any, path: str, kind: Any) -> Any:
+def _read_entry(config: ConfigFile, name: str, value: Any, path: str, kind: Any) -> Any:
     """Return the value of an entry of a config of class `kind`, after the checks that its name needs."""
     if _is_numbers(value) or name in _ANY_TEXT:
         return value
     if _names_code(name):
-        _check_text(found.file, path, name, value, kind)
+        _check_text(config.file, path, name, value, kind)
         return value
-    return _read_value(found, value, path, _part_of(kind, name))
+    return _read_value(config, value, path, _part_of(kind, name))
 
 
 def _names_code(name: str) -> bool:
@@ -123,34 +123,38 @@ def _names_code(name: str) -> bool:
     return name in _CHOICES or name.endswith("dtype") or name in _NUMBERS_ONLY or name == "backbone"
 
 
-def _read_value(found: ConfigFile, value: Any, path: str, part: Any) -> Any:
+def _read_value(config: ConfigFile, value: Any, path: str, part: Any) -> Any:
     """Return a value with the entries that are read of each config in it; `part` is its class, if known."""
     if isinstance(value, list):
-        return [_read_value(found, each, f"{path}.{index}", part) for index, each in enumerate(value)]
+        return [_read_value(config, each, f"{path}.{index}", part) for index, each in enumerate(value)]
     if isinstance(value, dict):
         part = _config_class(value) or part
-        return dict(_config_entries(found, value, path, part, None if part is None else set()))
-    _check_place(found.file, path, value)
+        return dict(_config_entries(config, value, path, part, None if part is None else set()))
+    _check_place(config.file, path, value)
     return value
 
 
-def _refuse_code(file: Path, code: Any, told: dict[str, Any]) -> None:
+def _refuse_code(file: Path, code: Any, entries: dict[str, Any]) -> None:
     if code:
         names = ", ".join(sorted(code)) if isinstance(code, dict) else repr(code)
         raise LoadError(
             f"expected a config without code, got {file}, which names Python code ({names}); pass "
-            f"--trust-remote-code if you trust it{_or_without(told)}"
+            f"--trust-remote-code if you trust it{_or_without(entries)}"
         )
 
 
-def _or_without(told: dict[str, Any]) -> str:
+def _or_without(entries: dict[str, Any]) -> str:
     """Return an alternative to running code, if transformers has a class for the model."""
     import transformers
 
-    named = told.get("architectures") or ["AutoModel"]
-    if _config_class(told) is None or not isinstance(named, list) or not hasattr(transformers, str(named[0])):
+    named = entries.get("architectures") or ["AutoModel"]
+    if (
+        _config_class(entries) is None
+        or not isinstance(named, list)
+        or not hasattr(transformers, str(named[0]))
+    ):
         return ""
-    return f", or pass a config without auto_map: transformers itself supports {told['model_type']}"
+    return f", or pass a config without auto_map: transformers itself supports {entries['model_type']}"
 
 
 def _check_text(file: Path, at: str, name: str, value: Any, kind: Any) -> None:
@@ -212,11 +216,11 @@ def _method(quantization: Any) -> str:
     return str(named or "by no named method") if quantization else ""
 
 
-def _config_class(told: dict[str, Any]) -> Any:
+def _config_class(entries: dict[str, Any]) -> Any:
     """Return the transformers class of a config, or None."""
     from transformers import CONFIG_MAPPING
 
-    kind = told.get("model_type")
+    kind = entries.get("model_type")
     return CONFIG_MAPPING[kind] if isinstance(kind, str) and kind in CONFIG_MAPPING else None
 
 

@@ -128,34 +128,34 @@ def convert(
             "expected example_inputs with compile='auto', which times calls on them, got none; pass "
             "example_inputs of the sizes that the model will run on"
         )
-    made, original = (model, None) if inplace else (_copy(model), model)
-    return (_fastest if compile == "auto" else _convert)(made, original, options, samples)
+    target, original = (model, None) if inplace else (_copy(model), model)
+    return (_fastest if compile == "auto" else _convert)(target, original, options, samples)
 
 
-def _convert(made: M, original: M | None, options: Options, samples: Sequence[Inputs]) -> M:
-    """Convert `made` in place; it may be a copy of `original`. Errors leave it unchanged."""
+def _convert(target: M, original: M | None, options: Options, samples: Sequence[Inputs]) -> M:
+    """Convert `target` in place; it may be a copy of `original`. Errors leave it unchanged."""
     runner = Runner(options, check_sites if options.verify else None)
     try:
-        _capture_and_report(made, original, runner, samples)
-        return made
+        _capture_and_report(target, original, runner, samples)
+        return target
     except BaseException:
-        detach(made)
+        detach(target)
         raise
 
 
 def _capture_and_report(
-    made: nn.Module, original: nn.Module | None, runner: Runner, samples: Sequence[Inputs]
+    target: nn.Module, original: nn.Module | None, runner: Runner, samples: Sequence[Inputs]
 ) -> None:
-    attach(made, runner)
+    attach(target, runner)
     seen, why = FirstGraphs(), None
     try:
-        seen = first_calls(made, runner, samples, original)
+        seen = first_calls(target, runner, samples, original)
         if runner.policy.by_block:  # known only after a first call
-            seen = first_calls(made, runner, samples, original)
+            seen = first_calls(target, runner, samples, original)
     except TraceError as error:
-        why = fails_captured(made, samples, original, error)
+        why = fails_captured(target, samples, original, error)
     if runner.captures.checker is not None and why is None:
-        why = traced_otherwise(made, seen.outputs, samples[0], original)
+        why = traced_otherwise(target, seen.outputs, samples[0], original)
     if why is not None:
         runner.material.notes.append(why)
         runner.options = replace(runner.options, run_original=True)
@@ -166,59 +166,59 @@ def _capture_and_report(
     if not (seen.graphs or options.run_original):  # for example with dynamo disabled
         runner.material.next_call = []
     if options.run_original:
-        restore_classes(made)
-    runner.material.report = reported(made, runner, seen, samples[0])
+        restore_classes(target)
+    runner.material.report = reported(target, runner, seen, samples[0])
     # all checks passed: parameters may be moved now
     joins = not options.compile or options.recipe is not None  # when compiled, only FP8 products need it
     groups = progress(tuple(seen.groups) * joins, "making joined parameters adjacent")
-    runner.note_scattered(made, [group for group in groups if not make_adjacent(group)])
+    runner.note_scattered(target, [group for group in groups if not make_adjacent(group)])
     if options.recipe is not None and not options.run_original:
-        _enter_recipe(made, runner, seen, samples)
+        _enter_recipe(target, runner, seen, samples)
     runner.user_code.calls.clear()
     for graph in runner.graphs:
         graph.count_anew()
     log.log(logging.INFO if is_first_rank() else logging.DEBUG, "%s", runner.material.report)
 
 
-def _fastest(made: M, original: M | None, options: Options, samples: Sequence[Inputs]) -> M:
-    """Convert `made` with the options that are fastest on the first sample, in its current mode."""
+def _fastest(target: M, original: M | None, options: Options, samples: Sequence[Inputs]) -> M:
+    """Convert `target` with the options that are fastest on the first sample, in its current mode."""
     ways = options.ways()
-    key = timing.key_of(made, samples[0], {**vars(options), "backend": options.backend.NAME}, *ways)
+    key = timing.key_of(target, samples[0], {**vars(options), "backend": options.backend.NAME}, *ways)
     timings = timing.of_all_ranks(key, timing.kept_timings(key))
     if not timings:
-        timings = timing.of_all_ranks(key, _timings(made, original, ways, samples))
+        timings = timing.of_all_ranks(key, _timings(target, original, ways, samples))
         timing.keep(key, timings)
     best = timing.fastest(timings)
     chosen = replace(options, compile=False) if best is None else ways[best.name]
-    converted = _convert(made, original, replace(chosen, run_original=False), samples)
-    found = runner_of(converted)
-    found.options, material = chosen, found.material
+    converted = _convert(target, original, replace(chosen, run_original=False), samples)
+    runner = runner_of(converted)
+    runner.options, material = chosen, runner.material
     name = "" if best is None else best.name
     material.report = replace(material.report, timings=tuple(timings), chosen=name)
     return converted
 
 
 def _timings(
-    made: nn.Module, original: nn.Module | None, ways: Mapping[str, Options], samples: Sequence[Inputs]
+    target: nn.Module, original: nn.Module | None, ways: Mapping[str, Options], samples: Sequence[Inputs]
 ) -> list[Timing]:
     """Time a call with each candidate; the most promising come first, because the time is limited."""
-    end, found = time.monotonic() + timing.SECONDS_IN_ALL, {}
+    end, timings = time.monotonic() + timing.SECONDS_IN_ALL, {}
     first, *others = ways
     for name in progress([first, *reversed(others)], "timing"):
         if time.monotonic() > end:
-            found[name] = Timing(name, None, f"not timed, the {timing.SECONDS_IN_ALL:.0f} s were over")
+            timings[name] = Timing(name, None, f"not timed, the {timing.SECONDS_IN_ALL:.0f} s were over")
             continue
         try:
             if not ways[name].run_original:
-                _convert(made, original, ways[name], samples[:1])
-            found[name] = Timing(name, timing.seconds_of(made, samples[0]))
+                _convert(target, original, ways[name], samples[:1])
+            timings[name] = Timing(name, timing.seconds_of(target, samples[0]))
         except Exception as error:
             log.debug("timing of %s failed", name, exc_info=error)
-            found[name] = Timing(name, None, in_a_line(error))
+            timings[name] = Timing(name, None, in_a_line(error))
         finally:
-            detach(made)
+            detach(target)
             _free_gpu_memory()
-    return [found[name] for name in ways]
+    return [timings[name] for name in ways]
 
 
 def _free_gpu_memory() -> None:
@@ -276,8 +276,8 @@ def te_transform(
             f"expected no mode with this backend of torch.compile, got {options['mode']!r}; pass "
             f"options={{'compile': {options['mode']!r}}}"
         )
-    held = nn.ParameterList([value for value in example_inputs if isinstance(value, nn.Parameter)])
-    chosen = Options.of(held, PIPELINE, **(options.get("options") or {}))
+    parameters = nn.ParameterList([value for value in example_inputs if isinstance(value, nn.Parameter)])
+    chosen = Options.of(parameters, PIPELINE, **(options.get("options") or {}))
     if chosen.compile == "auto":
         raise OptionError(
             "expected a compile mode for one graph, got 'auto', which times a whole model; pass it to "

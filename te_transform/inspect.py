@@ -40,14 +40,18 @@ def inspect(model: nn.Module, example_inputs: Any = None, **options: Any) -> Rep
     asked, sample = _asked(model, example_inputs, options)
     is_auto = asked.compile == "auto"
     planned, seen = _plan_model(model, replace(asked, compile=False) if is_auto else asked, sample)
-    found, plans = reported(model, planned, seen, sample), list(seen.plans())
+    plan_report, plans = reported(model, planned, seen, sample), list(seen.plans())
     if not is_auto:
-        told = _predicted_call(plans, asked, found.precision, model.training)
-        return replace(found, notes=(*found.notes, *told))
-    timings = _predicted(plans, asked.ways(planning=True), found.precision, model.training)
+        notes_on_time = _predicted_call(plans, asked, plan_report.precision, model.training)
+        return replace(plan_report, notes=(*plan_report.notes, *notes_on_time))
+    timings = _predicted(plans, asked.ways(planning=True), plan_report.precision, model.training)
     best = timing.fastest(timings)
-    notes = found.notes if best is None or cost.NOTE in found.notes else (*found.notes, cost.NOTE)
-    return replace(found, timings=tuple(timings), chosen="" if best is None else best.name, notes=notes)
+    notes = (
+        plan_report.notes
+        if best is None or cost.NOTE in plan_report.notes
+        else (*plan_report.notes, cost.NOTE)
+    )
+    return replace(plan_report, timings=tuple(timings), chosen="" if best is None else best.name, notes=notes)
 
 
 def _predicted_call(
@@ -75,13 +79,13 @@ def _predicted(
     training: bool,
 ) -> list[Timing]:
     """Return the predicted time of a call for each candidate, if known."""
-    found = []
+    timings = []
     for name, options in ways.items():
         why = cost.unknown(plans, options)
         inside = precision if options.recipe is not None else None
         seconds = None if why else cost.predicted_seconds(plans, options, inside, training)
-        found.append(Timing(name, seconds, why or "predicted"))
-    return found
+        timings.append(Timing(name, seconds, why or "predicted"))
+    return timings
 
 
 def plans_of(

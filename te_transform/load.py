@@ -57,7 +57,7 @@ def load(
     return _from_factory(name, on_meta).to(dtype)
 
 
-def inputs_of(told: Sequence[str], model: nn.Module) -> Inputs:
+def inputs_of(texts: Sequence[str], model: nn.Module) -> Inputs:
     """Make random example inputs from texts of the form [NAME=]SHAPE[:DTYPE[:HIGH]], on the model's device.
 
     "2x16x64" means normal floats in the dtype of the model's first floating point parameter.
@@ -67,13 +67,13 @@ def inputs_of(told: Sequence[str], model: nn.Module) -> Inputs:
     Raises:
         LoadError: a text is invalid, or the inputs do not fit the forward; the message says what is expected.
     """
-    named = [each.rpartition("=") for each in told]
+    named = [each.rpartition("=") for each in texts]
     floats = filter(torch.is_floating_point, model.parameters())
     like = next(floats, torch.empty(0, dtype=torch.float32, device="cpu"))
     tensors = [_parse_tensor(shape, like) for _, _, shape in named]
     names = [name for name, _, _ in named]
     if any(equals and not name for name, equals, _ in named):
-        raise LoadError(f"expected a name before each =, such as ids=2x16:int64:1000, got {', '.join(told)}")
+        raise LoadError(f"expected a name before each =, such as ids=2x16:int64:1000, got {', '.join(texts)}")
     if any(names) and not all(names):
         raise LoadError("expected names for all inputs or for none, got names for some; name all or none")
     inputs = Inputs((), _named_arguments(names, tensors)) if any(names) else Inputs(tuple(tensors))
@@ -90,18 +90,18 @@ def inputs_of(told: Sequence[str], model: nn.Module) -> Inputs:
 
 def _named_arguments(names: Sequence[str], tensors: Sequence[Tensor]) -> dict[str, Any]:
     """Return the tensors by name; those with a dot in their name are entries of a dict."""
-    found: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     for name, tensor in zip(names, tensors, strict=True):
         argument, _, entry = name.partition(".")
-        entries = found.setdefault(argument, {}) if entry else found
+        entries = arguments.setdefault(argument, {}) if entry else arguments
         if not isinstance(entries, dict) or (entry or name) in entries:
             raise LoadError(f"expected one input per name, got several for {name}")
         entries[entry or name] = tensor
-    return found
+    return arguments
 
 
-def _parse_tensor(told: str, like: Tensor) -> Tensor:
-    shape, dtype, high, *more = (*told.split(":"), "", "")
+def _parse_tensor(text: str, like: Tensor) -> Tensor:
+    shape, dtype, high, *more = (*text.split(":"), "", "")
     kind, sizes = getattr(torch, dtype, None) if dtype else like.dtype, shape.split("x")
     if (
         any(more)
@@ -109,7 +109,7 @@ def _parse_tensor(told: str, like: Tensor) -> Tensor:
         or not all(size.isdecimal() and int(size) for size in (*sizes, high or "2"))
     ):
         raise LoadError(
-            f"expected an input such as 2x16x64 (floats) or 2x16:int64:1000 (ids below 1000), got {told!r}; "
+            f"expected an input such as 2x16x64 (floats) or 2x16:int64:1000 (ids below 1000), got {text!r}; "
             "join sizes by x, each at least 1, and name a dtype of torch"
         )
     sizes = [int(size) for size in sizes]
@@ -121,7 +121,7 @@ def _parse_tensor(told: str, like: Tensor) -> Tensor:
         return drawn.to(like.device, kind)
     except (RuntimeError, TypeError, ValueError) as error:  # out of memory, or HIGH is out of range
         raise LoadError(
-            f"expected an input that can be created, got {told!r} ({in_a_line(error)}); pass a smaller one"
+            f"expected an input that can be created, got {text!r} ({in_a_line(error)}); pass a smaller one"
         ) from error
 
 
@@ -135,22 +135,22 @@ def imported(name: str) -> Any:
     if "" not in sys.path:
         sys.path.insert(0, "")  # the current folder, as with `python -m`
     try:
-        found: Any = importlib.import_module(home)
+        target: Any = importlib.import_module(home)
         for attribute in attributes.split("."):
-            found = getattr(found, attribute)
+            target = getattr(target, attribute)
     except (Exception, SystemExit) as error:  # importing runs the user's code
         raise LoadError(
             f"expected package.module:factory that can be imported, got {name!r} "
             f"({in_full(error)}){raised_at(error)}; name the module as in an import "
             "statement, then a name that it defines"
         ) from error
-    return found
+    return target
 
 
 def _from_factory(name: str, on_meta: bool) -> nn.Module:
-    found = imported(name)
-    is_factory = callable(found) and not isinstance(found, nn.Module)
-    model = _called(found, name, on_meta) if is_factory else found
+    attribute = imported(name)
+    is_factory = callable(attribute) and not isinstance(attribute, nn.Module)
+    model = _called(attribute, name, on_meta) if is_factory else attribute
     if not isinstance(model, nn.Module):
         returns = "name a model, or a function that returns one"
         hint = "pass inputs by --input" if isinstance(model, tuple) else returns

@@ -38,11 +38,11 @@ def from_config(
     except ImportError as error:
         raise LoadError(f"expected transformers to read {path}, got none; pip install it") from error
     file = config_of(path)
-    told = read_config(file, trust_remote_code)
+    config_file = read_config(file, trust_remote_code)
     weights = _weights_in(path) if not on_meta and layers is None else None
     if weights is not None:
-        _check_weights(path, told)
-    home = _as_it_lies(file) if trust_remote_code else _copied(path, told, weights is not None)
+        _check_weights(path, config_file)
+    home = _as_it_lies(file) if trust_remote_code else _copied(path, config_file, weights is not None)
     try:
         with home as folder:
             config = transformers.AutoConfig.from_pretrained(
@@ -51,7 +51,7 @@ def from_config(
             config.name_or_path = str(path)
             if layers is not None:
                 _set_layers(config, layers)
-            kind = _model_class(config, told.entries.get("auto_map"))
+            kind = _model_class(config, config_file.entries.get("auto_map"))
             own: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
             if weights is not None:
                 own["trust_remote_code"] = trust_remote_code
@@ -100,7 +100,7 @@ def _as_it_lies(file: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def _copied(path: Path, told: ConfigFile, with_weights: bool) -> Iterator[Path]:
+def _copied(path: Path, config_file: ConfigFile, with_weights: bool) -> Iterator[Path]:
     """Yield a folder that contains only the accepted entries of a config, and the weights.
 
     The hub is set offline meanwhile, so that defaults of the config cannot download anything.
@@ -111,7 +111,7 @@ def _copied(path: Path, told: ConfigFile, with_weights: bool) -> Iterator[Path]:
     try:
         with TemporaryDirectory() as folder:
             home = Path(folder)
-            (home / "config.json").write_text(json.dumps(told.entries), "utf-8")
+            (home / "config.json").write_text(json.dumps(config_file.entries), "utf-8")
             for pattern in _WEIGHT_FILES if with_weights else ():
                 for file in path.glob(pattern):
                     (home / file.name).symlink_to(file.resolve())
@@ -120,16 +120,16 @@ def _copied(path: Path, told: ConfigFile, with_weights: bool) -> Iterator[Path]:
         constants.HF_HUB_OFFLINE = was_offline
 
 
-def _check_weights(path: Path, told: ConfigFile) -> None:
+def _check_weights(path: Path, config_file: ConfigFile) -> None:
     """Raise unless the weights in a folder belong to a whole model and are in floating point.
 
     Raises:
         LoadError: the weights are quantized, or belong to an adapter.
     """
-    if told.quantized:
+    if config_file.quantized:
         raise LoadError(
-            f"expected floating-point weights in {path}, got quantized ones ({told.quantized}); save the "
-            "dequantized model, or pass only the config.json, for random weights"
+            f"expected floating-point weights in {path}, got quantized ones ({config_file.quantized}); save "
+            "the dequantized model, or pass only the config.json, for random weights"
         )
     if (path / "adapter_config.json").exists():
         raise LoadError(

@@ -28,30 +28,30 @@ def report(converted: nn.Module) -> Report:
     Raises:
         ModelError: `converted` does not come from te_transform.convert().
     """
-    found = runner_of(converted) if isinstance(converted, nn.Module) else None
-    if found is None:
+    runner = runner_of(converted) if isinstance(converted, nn.Module) else None
+    if runner is None:
         parts = converted.named_modules() if isinstance(converted, nn.Module) else ()
         inside = next((path for path, part in parts if runner_of(part) is not None), None)
         raise ModelError(
             f"expected a model returned by te_transform.convert(), got a {type(converted).__name__} without "
             "report" + (f"; pass its .{inside}" if inside else "")
         )
-    material = found.material
+    material = runner.material
     if material.next_call:
-        material.report = _report_of_next_call(converted, found)
+        material.report = _report_of_next_call(converted, runner)
         material.next_call = None
-    graphs, told = found.graphs, material.report.notes
+    graphs, notes = runner.graphs, material.report.notes
     plain = sum((site.fused.plain_calls for graph in graphs for site in graph.plan.sites), Counter())
-    plain += found.user_code.calls
-    fallbacks = sum((graph.fallbacks_told() for graph in graphs), Counter())
-    later = [note for note in material.notes if note not in told]
-    if found.division is not None:
-        later += found.division.told()
+    plain += runner.user_code.calls
+    fallbacks = sum((graph.fallback_sentences() for graph in graphs), Counter())
+    later = [note for note in material.notes if note not in notes]
+    if runner.division is not None:
+        later += runner.division.sentences()
     # calls with other sizes than the examples may add graph breaks
     broken = explain_breaks((graph.captured for graph in graphs), material.breaks)
     breaks = tuple(dict.fromkeys((*material.report.breaks, *broken)))
     counted = {"plain_calls": plain, "fallbacks": fallbacks}
-    return replace(material.report, **counted, notes=(*told, *later), breaks=breaks)
+    return replace(material.report, **counted, notes=(*notes, *later), breaks=breaks)
 
 
 def _report_of_next_call(model: nn.Module, runner: Runner) -> Report:
@@ -59,7 +59,7 @@ def _report_of_next_call(model: nn.Module, runner: Runner) -> Report:
 
     The memory of a step stays what was predicted for the example inputs, in training mode.
     """
-    told, options = runner.material.report, runner.options
+    before, options = runner.material.report, runner.options
     layers = set(map(id, blocks(model)))
     plans = [
         (path, graph.plan)
@@ -70,8 +70,10 @@ def _report_of_next_call(model: nn.Module, runner: Runner) -> Report:
     precision = None
     if options.recipe is not None:
         precision = assign(plans, options.recipe, options.backend, products_around(model, []))
-    made = compose(model, plans, options, precision, notes=runner.material.notes)
-    return replace(made, memory=told.memory, timings=told.timings, chosen=told.chosen, inputs=told.inputs)
+    now = compose(model, plans, options, precision, notes=runner.material.notes)
+    return replace(
+        now, memory=before.memory, timings=before.timings, chosen=before.chosen, inputs=before.inputs
+    )
 
 
 def reported(model: nn.Module, runner: Runner, seen: FirstGraphs, sample: Inputs) -> Report:

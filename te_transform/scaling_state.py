@@ -53,8 +53,8 @@ def load_scaling_state(model: nn.Module, state: Mapping[str, Mapping[str, Tensor
     for name in dict.fromkeys([*needed, *sizes]):
         wanted = {key: [*value.shape] for key, value in needed.get(name, {}).items()}
         if sizes.get(name, {}) != wanted:
-            found = sizes.get(name, "none")
-            raise _scales_error(f" of {name}", found, f"{wanted or 'none'}")
+            numbers = sizes.get(name, "none")
+            raise _scales_error(f" of {name}", numbers, f"{wanted or 'none'}")
     if precision is not None:
         copied = {
             name: {key: value.detach().clone() for key, value in row.items()} for name, row in state.items()
@@ -74,9 +74,9 @@ def _check_form(state: Any) -> None:
             raise _scales_error(f" of {name}", kinds, "a dict of tensors")
 
 
-def _scales_error(whose: str, found: Any, needed: str) -> PrecisionError:
+def _scales_error(whose: str, numbers: Any, needed: str) -> PrecisionError:
     return PrecisionError(
-        f"expected {needed} for the scales{whose}, got {found}; load what te_transform.scaling_state() "
+        f"expected {needed} for the scales{whose}, got {numbers}; load what te_transform.scaling_state() "
         "returned for a model that was converted with this recipe"
     )
 

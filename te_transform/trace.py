@@ -54,11 +54,11 @@ def trace(model: nn.Module, example_inputs: Any = None, *, train: bool = True) -
             "parallelize(), or read the graphs of te_transform.report(model)"
         )
     inputs = as_inputs(model, example_inputs)[0]
-    found: list[fx.GraphModule] = []
+    graphs: list[fx.GraphModule] = []
 
     def keep(captured: fx.GraphModule, arguments: list[Any]) -> Any:
         name_as_in(model, captured, arguments)
-        found.append(name_model_tensors(captured, arguments))
+        graphs.append(name_model_tensors(captured, arguments))
         return captured.forward
 
     on_meta = any(parameter.is_meta for parameter in model.parameters())
@@ -69,9 +69,9 @@ def trace(model: nn.Module, example_inputs: Any = None, *, train: bool = True) -
                 capture(type(model).forward, keep)(model.train(train), *args, **kwargs)
         except Exception as error:
             raise TraceError.of(model, inputs, error) from error
-    if len(found) != 1:
+    if len(graphs) != 1:
         raise TraceError(
-            f"expected one graph for the forward of {type(model).__name__}, got {len(found)} from dynamo; "
+            f"expected one graph for the forward of {type(model).__name__}, got {len(graphs)} from dynamo; "
             "te_transform.inspect() lists the reasons in its breaks"
         )
-    return found[0]
+    return graphs[0]

@@ -100,10 +100,10 @@ def why_missing() -> str | None:
         _te()
     except Exception as error:  # the import loads shared libraries, which raise various errors
         reason = str(error).strip().splitlines() or [""]
-        found = f"Transformer Engine cannot be imported ({type(error).__name__}: {reason[0]})"
+        why = f"Transformer Engine cannot be imported ({type(error).__name__}: {reason[0]})"
         # earlier code may have loaded another version of a library, such as cuDNN
         early = "; try to import transformer_engine.pytorch before any model runs"
-        return found + (early if isinstance(error, OSError) else "")
+        return why + (early if isinstance(error, OSError) else "")
     if cuda.get_device_capability() < (8, 0):
         return "this GPU is older than Ampere, which Transformer Engine needs"
     return None

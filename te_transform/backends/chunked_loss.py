@@ -128,15 +128,15 @@ class _Losses(torch.autograd.Function):
         dw = torch.empty_like(weight) if of_weight else None
         db = torch.empty_like(bias) if of_bias else None
         for part in _loss_parts(rows, weight, bias):
-            found = part.logits(rows)
-            _to_gradient(found, flat - part.start, top, total, each)
+            logits = part.logits(rows)
+            _to_gradient(logits, flat - part.start, top, total, each)
             if of_x:
-                _add_product(dx, found, part.weight)
+                _add_product(dx, logits, part.weight)
             if of_weight:
-                torch.mm(found.t(), rows, out=dw[part.start : part.stop])
+                torch.mm(logits.t(), rows, out=dw[part.start : part.stop])
             if of_bias:
-                db[part.start : part.stop] = found.sum(0)
-            del found  # free it before the next part's logits are allocated
+                db[part.start : part.stop] = logits.sum(0)
+            del logits  # free it before the next part's logits are allocated
         return None if dx is None else dx.to(x.dtype).view_as(x), dw, db, None, None
 
 
@@ -175,9 +175,9 @@ def _to_gradient(logits: Tensor, column: Tensor, top: Tensor, total: Tensor, eac
 
         return chunked_loss_kernel.to_gradient(logits, column, top, total, each)
     inside, index = _targets_in_part(logits, column)
-    found = (logits - top.unsqueeze(1)).sub_(total.unsqueeze(1)).exp_()
-    found.scatter_add_(1, index, -inside.to(found.dtype).unsqueeze(1))
-    torch.mul(found, each.unsqueeze(1), out=logits)
+    gradient = (logits - top.unsqueeze(1)).sub_(total.unsqueeze(1)).exp_()
+    gradient.scatter_add_(1, index, -inside.to(gradient.dtype).unsqueeze(1))
+    torch.mul(gradient, each.unsqueeze(1), out=logits)
 
 
 def _in_kernel(logits: Tensor, top: Tensor) -> bool:

@@ -44,8 +44,8 @@ def _gather_rows(logits, column, top, total, own, width, COLUMNS: tl.constexpr):
     tl.store(total + row, less)
     place = tl.load(column + row)
     inside = (place >= 0) & (place < width)
-    found = tl.load(line + place, mask=inside, other=0.0).to(tl.float32)
-    tl.store(own + row, tl.load(own + row) + found)
+    logit = tl.load(line + place, mask=inside, other=0.0).to(tl.float32)
+    tl.store(own + row, tl.load(own + row) + logit)
 
 
 @triton.jit
@@ -55,8 +55,8 @@ def _loss_gradients(logits, column, top, total, each, width, COLUMNS: tl.constex
     at, inside = logits + row * width + columns, columns < width
     read = tl.load(at, mask=inside, other=0.0).to(tl.float32)
     share = tl.exp(read - tl.load(top + row) - tl.load(total + row))
-    found = tl.where(columns == tl.load(column + row), share - 1, share) * tl.load(each + row)
-    tl.store(at, found.to(logits.dtype.element_ty), mask=inside)
+    gradient = tl.where(columns == tl.load(column + row), share - 1, share) * tl.load(each + row)
+    tl.store(at, gradient.to(logits.dtype.element_ty), mask=inside)
 
 
 def gather_logits(logits: Tensor, column: Tensor, top: Tensor, total: Tensor, own: Tensor) -> None:

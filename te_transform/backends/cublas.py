@@ -90,11 +90,11 @@ class TimedProduct:
         rows, columns, inner = sizes[:3]
         self.sizes, self.library, self.handle = sizes, _library(), _handle(sizes.device)
         self.lock = threading.Lock()  # a call writes its scales into the description
-        self.description = self._made("MatmulDesc", ctypes.c_int(_COMPUTE_IN_FP32), _SCALES_IN_FP32)
+        self.description = self._create("MatmulDesc", ctypes.c_int(_COMPUTE_IN_FP32), _SCALES_IN_FP32)
         self._set(_TRANSPOSE_FIRST, ctypes.c_int32(1))
         self._set(_FAST_ACCUMULATION, ctypes.c_int8(sizes.fast))
         self.layouts = [
-            self._made("MatrixLayout", _TYPES[kind], *map(ctypes.c_uint64, (height, width, height)))
+            self._create("MatrixLayout", _TYPES[kind], *map(ctypes.c_uint64, (height, width, height)))
             for kind, height, width in (
                 (sizes.b, inner, columns),
                 (sizes.a, inner, rows),
@@ -161,27 +161,27 @@ class TimedProduct:
         )  # fmt: skip
 
     def _proposed(self) -> list[Proposal]:
-        search, limit = self._made("MatmulPreference"), ctypes.c_size_t(WORKSPACE)
+        search, limit = self._create("MatmulPreference"), ctypes.c_size_t(WORKSPACE)
         _raise_for(
             self.library.cublasLtMatmulPreferenceSetAttribute(
                 search, _MAX_WORKSPACE, ctypes.byref(limit), ctypes.sizeof(limit)
             )
         )
-        found, count = (Proposal * MAX_PROPOSALS)(), ctypes.c_int()
+        proposals, count = (Proposal * MAX_PROPOSALS)(), ctypes.c_int()
         first, second, result = self.layouts
         _raise_for(
             self.library.cublasLtMatmulAlgoGetHeuristic(
                 self.handle, self.description, first, second, result, result, search,
-                MAX_PROPOSALS, found, ctypes.byref(count),
+                MAX_PROPOSALS, proposals, ctypes.byref(count),
             )
         )  # fmt: skip
-        return [each for each in found[: count.value] if not each.status]
+        return [each for each in proposals[: count.value] if not each.status]
 
-    def _made(self, kind: str, *arguments: Any) -> ctypes.c_void_p:
+    def _create(self, kind: str, *arguments: Any) -> ctypes.c_void_p:
         """Return a new object of the library. It lives as long as the process, as its sizes do."""
-        made = ctypes.c_void_p()
-        _raise_for(getattr(self.library, f"cublasLt{kind}Create")(ctypes.byref(made), *arguments))
-        return made
+        pointer = ctypes.c_void_p()
+        _raise_for(getattr(self.library, f"cublasLt{kind}Create")(ctypes.byref(pointer), *arguments))
+        return pointer
 
     def _set(self, attribute: int, setting: Any) -> None:
         _raise_for(
@@ -209,10 +209,10 @@ def _library() -> ctypes.CDLL:
 
 @cache
 def _handle(device: int) -> ctypes.c_void_p:
-    made = ctypes.c_void_p()
+    pointer = ctypes.c_void_p()
     with torch.cuda.device(device):
-        _raise_for(_library().cublasLtCreate(ctypes.byref(made)))
-    return made
+        _raise_for(_library().cublasLtCreate(ctypes.byref(pointer)))
+    return pointer
 
 
 def _raise_for(status: int) -> None:

@@ -142,10 +142,10 @@ class _PlainCall:
                 out = self.plain(*self.arguments_with(own))
         outs = out if isinstance(out, tuple) else (out,)
         grads = self.grads.pop()[: len(outs)]  # a kernel may have further outputs, for its own backward
-        found = torch.autograd.grad(
+        gradients = torch.autograd.grad(
             outs, wanted, grads, create_graph=torch.is_grad_enabled(), allow_unused=True
         )
-        given = iter(found)
+        given = iter(gradients)
         return tuple(next(given) if needed else None for needed in trained)
 
 

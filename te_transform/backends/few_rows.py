@@ -29,23 +29,23 @@ def takes(x: Tensor, weight: Tensor) -> bool:
     return few and x.dtype == weight.dtype and x.dtype in DTYPES
 
 
-def few_rows_linear(x: Tensor, held: Tensor, inverse: Tensor, bias: Tensor | None) -> Tensor:
-    """Compute x (held * inverse)^T + bias, for x [rows, in] and held [out, in], which has E4M3 as bytes."""
-    return F.linear(x, (held.view(torch.float8_e4m3fn).float() * inverse).to(x.dtype), bias)
+def few_rows_linear(x: Tensor, weight: Tensor, inverse: Tensor, bias: Tensor | None) -> Tensor:
+    """Compute x (weight * inverse)^T + bias, for x [rows, in] and weight [out, in], bytes of E4M3."""
+    return F.linear(x, (weight.view(torch.float8_e4m3fn).float() * inverse).to(x.dtype), bias)
 
 
-def _by_kernel(x: Tensor, held: Tensor, inverse: Tensor, bias: Tensor | None) -> Tensor:
+def _by_kernel(x: Tensor, weight: Tensor, inverse: Tensor, bias: Tensor | None) -> Tensor:
     from te_transform.backends import few_rows_kernel
 
-    return few_rows_kernel.few_rows_linear(x.contiguous(), held.view(torch.float8_e4m3fn), inverse, bias)
+    return few_rows_kernel.few_rows_linear(x.contiguous(), weight.view(torch.float8_e4m3fn), inverse, bias)
 
 
-LIBRARY.define("few_rows_linear(Tensor x, Tensor held, Tensor inverse, Tensor? bias) -> Tensor")
+LIBRARY.define("few_rows_linear(Tensor x, Tensor weight, Tensor inverse, Tensor? bias) -> Tensor")
 LIBRARY.impl("few_rows_linear", few_rows_linear, "CPU")
 LIBRARY.impl("few_rows_linear", _by_kernel, "CUDA")
 op = registered_ops.few_rows_linear.default
 
 
 @torch.library.register_fake("te_transform::few_rows_linear")
-def _fake_result(x: Tensor, held: Tensor, inverse: Tensor, bias: Tensor | None) -> Tensor:
-    return x.new_empty(len(x), len(held))
+def _fake_result(x: Tensor, weight: Tensor, inverse: Tensor, bias: Tensor | None) -> Tensor:
+    return x.new_empty(len(x), len(weight))

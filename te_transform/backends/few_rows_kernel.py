@@ -17,54 +17,54 @@ SEVERAL = {"COLUMNS": 256, "ROWS": 32, "num_warps": 4, "num_stages": 4}
 
 
 @triton.jit
-def _one_row(x, held, inverse, bias, out, outs, ins, HAS_BIAS: tl.constexpr, ROWS: tl.constexpr,
+def _one_row(x, weight, inverse, bias, out, outs, ins, HAS_BIAS: tl.constexpr, ROWS: tl.constexpr,
              COLUMNS: tl.constexpr):  # fmt: skip
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, COLUMNS)
     inside = rows < outs
-    start = held + rows.to(tl.int64)[:, None] * ins
-    found = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+    start = weight + rows.to(tl.int64)[:, None] * ins
+    products = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
     for first in range(0, ins, COLUMNS):
         at = first + columns
         there = at < ins
         read = tl.load(start + at[None, :], mask=inside[:, None] & there[None, :], other=0.0)
         given = tl.load(x + at, mask=there, other=0.0).to(tl.float32)
-        found += read.to(tl.float32) * given[None, :]
-    total = tl.sum(found, axis=1) * tl.load(inverse)
+        products += read.to(tl.float32) * given[None, :]
+    total = tl.sum(products, axis=1) * tl.load(inverse)
     if HAS_BIAS:
         total += tl.load(bias + rows, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + rows, total.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def _several_rows(x, held, inverse, bias, out, many, outs, ins, HAS_BIAS: tl.constexpr, MANY: tl.constexpr,
+def _several_rows(x, weight, inverse, bias, out, many, outs, ins, HAS_BIAS: tl.constexpr, MANY: tl.constexpr,
                   ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     given_rows, columns = tl.arange(0, MANY), tl.arange(0, COLUMNS)
     inside, given_inside = rows < outs, given_rows < many
-    start = held + rows.to(tl.int64)[None, :] * ins
-    found = tl.zeros((MANY, ROWS), dtype=tl.float32)
+    start = weight + rows.to(tl.int64)[None, :] * ins
+    sums = tl.zeros((MANY, ROWS), dtype=tl.float32)
     for first in range(0, ins, COLUMNS):
         at = first + columns
         there = at < ins
         read = tl.load(start + at[:, None], mask=inside[None, :] & there[:, None], other=0.0)
         given = tl.load(x + given_rows[:, None] * ins + at[None, :],
                         mask=given_inside[:, None] & there[None, :], other=0.0)  # fmt: skip
-        found = tl.dot(given, read.to(given.dtype), found)
-    found *= tl.load(inverse)
+        sums = tl.dot(given, read.to(given.dtype), sums)
+    sums *= tl.load(inverse)
     if HAS_BIAS:
-        found += tl.load(bias + rows, mask=inside, other=0.0).to(tl.float32)[None, :]
-    tl.store(out + given_rows[:, None] * outs + rows[None, :], found.to(out.dtype.element_ty),
+        sums += tl.load(bias + rows, mask=inside, other=0.0).to(tl.float32)[None, :]
+    tl.store(out + given_rows[:, None] * outs + rows[None, :], sums.to(out.dtype.element_ty),
              mask=given_inside[:, None] & inside[None, :])  # fmt: skip
 
 
-def few_rows_linear(x: Tensor, held: Tensor, inverse: Tensor, bias: Tensor | None) -> Tensor:
-    """Compute x (held * inverse)^T + bias, accumulated in fp32, for x [rows, in] and E4M3 held [out, in]."""
-    (many, ins), outs = x.shape, len(held)
+def few_rows_linear(x: Tensor, weight: Tensor, inverse: Tensor, bias: Tensor | None) -> Tensor:
+    """Compute x (weight * inverse)^T + bias in fp32, for x [rows, in] and E4M3 weight [out, in]."""
+    (many, ins), outs = x.shape, len(weight)
     out = x.new_empty(many, outs)
     how = ONE if many == 1 else SEVERAL
     grid = (triton.cdiv(outs, how["ROWS"]),)
-    given = x, held, inverse, x if bias is None else bias, out
+    given = x, weight, inverse, x if bias is None else bias, out
     with torch.cuda.device(x.device):
         if many == 1:
             _one_row[grid](*given, outs, ins, HAS_BIAS=bias is not None, **how)

@@ -181,8 +181,8 @@ class Join(GraphOp):
         The gradient of a part is a slice of the result's gradient.
         """
         parameters = tuple(part for part in parts if isinstance(part, Tensor))
-        has_zeros, held = len(parameters) < len(parts), tuple(map(_local_parameter, parameters))
-        if None in held or transformed():
+        has_zeros, tensors = len(parameters) < len(parts), tuple(map(_local_parameter, parameters))
+        if None in tensors or transformed():
             # DTensors, tensors of a function transform and torch.func's replacements; and FP8-only weights,
             # which are adjacent in their own way
             whole = None if has_zeros else _joined_fp8_only(parameters)
@@ -193,21 +193,21 @@ class Join(GraphOp):
         buffer = None if has_zeros else adjacent(parameters)
         if buffer is None:
             if not has_zeros:
-                self._note(parameters, held)
+                self._note(parameters, tensors)
             buffer = ops.join(*(part.detach() if isinstance(part, Tensor) else part for part in parts))
         if torch.is_grad_enabled() and any(parameter.requires_grad for parameter in parameters):
-            return _join_buffer(buffer, Origin(parameters=held, parts=parts))
+            return _join_buffer(buffer, Origin(parameters=tensors, parts=parts))
         joined = buffer.detach()
-        _ORIGINS.set(joined, Origin(parameters=held))
+        _ORIGINS.set(joined, Origin(parameters=tensors))
         return joined
 
-    def _note(self, parameters: Sequence[Tensor], held: Sequence[Tensor]) -> None:
-        addresses, layout = _addresses(held), _layout_of(held[0])
+    def _note(self, parameters: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
+        addresses, layout = _addresses(tensors), _layout_of(tensors[0])
         if recorded():  # a CUDA graph reads these addresses from now on
             layout.scattered_at = addresses
         # a share that a call has computed has another address in the next call
         if layout.scattered_at != addresses and _addresses(parameters) == addresses:
-            self.scattered.append(tuple(map(weakref.ref, held)))
+            self.scattered.append(tuple(map(weakref.ref, tensors)))
 
 
 def _join_buffer(buffer: Tensor, origin: Origin) -> Tensor:

@@ -163,11 +163,11 @@ class MaskOp(GraphOp):
             return known.answer, mask, known
         # taken before the evaluation, because another thread may write to the data meanwhile
         stamp = TensorVersion.of(data)
-        answer, made = self._find([data], keys, arguments)
+        answer, tensor = self._find([data], keys, arguments)
         if len(of_data) >= _FEW:
             of_data.clear()
         known = of_data[keys] = _Looked(stamp, _copy_on_cpu(data), answer, id(self))
-        return answer, made, known
+        return answer, tensor, known
 
     def _find(
         self, data: Sequence[Tensor], keys: tuple, arguments: Sequence[Any]
@@ -190,12 +190,12 @@ class MaskOp(GraphOp):
         A TensorVersion does not detect writes to model tensors through .data. Copies of these tensors may be
         much larger than the part that a call reads.
         """
-        made = self.make.forward(*arguments)
+        tensors = self.make.forward(*arguments)
         last = self._last  # read once, because another thread may change it
-        if last is None or not all(map(_holds, made, last[0])):
-            answer = what_is(*made, beside_sinks=self.beside_sinks)
-            last = self._last = [tensor.detach().clone() for tensor in made], answer
-        return last[1], made[0]
+        if last is None or not all(map(_holds, tensors, last[0])):
+            answer = what_is(*tensors, beside_sinks=self.beside_sinks)
+            last = self._last = [tensor.detach().clone() for tensor in tensors], answer
+        return last[1], tensors[0]
 
 
 class LookedAt(GraphOp):
@@ -263,7 +263,7 @@ def _operations(graph: fx.Graph) -> tuple[tuple[str, Any, str], ...]:
     """Return the operations of a graph, regardless of the names and the order of its nodes."""
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     numbers = {node: number for number, node in enumerate(placeholders)}
-    found, pending = [], [node for node in graph.nodes if node.op == "output"]
+    operations, pending = [], [node for node in graph.nodes if node.op == "output"]
     while pending:
         node = pending[-1]
         unnumbered = [read for read in node.all_input_nodes if read not in numbers]
@@ -272,9 +272,9 @@ def _operations(graph: fx.Graph) -> tuple[tuple[str, Any, str], ...]:
             continue
         # nodes become sets, because no other argument does; as text, because 1 == True
         read = fx.map_arg((node.args, node.kwargs), lambda read: {numbers[read]})
-        found.append((node.op, node.target, str(read)))
+        operations.append((node.op, node.target, str(read)))
         numbers[pending.pop()] = len(numbers)
-    return tuple(found)
+    return tuple(operations)
 
 
 def _only_value(tensor: Tensor) -> tuple | None:
@@ -293,8 +293,8 @@ def _copy_on_cpu(tensor: Tensor) -> Tensor | None:
     return tensor.detach().clone() if _is_on_cpu(tensor) else None
 
 
-def _holds(tensor: Tensor, held: Tensor | None) -> bool:
-    return held is None or (held.shape == tensor.shape and torch.equal(held, tensor))
+def _holds(tensor: Tensor, last: Tensor | None) -> bool:
+    return last is None or (last.shape == tensor.shape and torch.equal(last, tensor))
 
 
 def _have_no_values(arguments: Sequence[Any]) -> bool:

@@ -37,9 +37,9 @@ def gathered(value: Any, group: Any = None) -> list[Any]:
     """Return the values of all ranks of a group, which must all call this; without a group, this value."""
     if not (dist.is_available() and dist.is_initialized()):
         return [value]
-    found: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(found, value, group)
-    return found
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group)
+    return values
 
 
 def is_sharded(module: nn.Module | None) -> bool:
@@ -77,11 +77,11 @@ def _meshes_of(model: nn.Module) -> list[Any]:
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor
 
-    found = {parameter.device_mesh for parameter in model.parameters() if isinstance(parameter, DTensor)}
+    meshes = {parameter.device_mesh for parameter in model.parameters() if isinstance(parameter, DTensor)}
     if isinstance(model, FSDPModule):
         # in the forward of a module that FSDP2 shards, the parameters are gathered
-        found |= {group.mesh_info.mesh for group in fsdp_groups(model)}
-    return sorted(found, key=lambda mesh: -mesh.ndim)
+        meshes |= {group.mesh_info.mesh for group in fsdp_groups(model)}
+    return sorted(meshes, key=lambda mesh: -mesh.ndim)
 
 
 def maximum(numbers: Tensor, groups: Sequence[Any]) -> None:

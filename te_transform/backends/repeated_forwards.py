@@ -43,7 +43,7 @@ class ForwardNodes:
         """Note the end of the forward."""
         self.end = next_node()
 
-    def made(self, node: int) -> bool:
+    def created(self, node: int) -> bool:
         """Return True if the node of this number belongs to the forward."""
         return self.start <= node < self.end
 

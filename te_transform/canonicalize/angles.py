@@ -96,11 +96,11 @@ class _Moves:
 
     def _laid_out(self, target: Callable, args: tuple, angles: dict[fx.Node, fx.Node]) -> fx.Node:
         """Return the layout change of angles. If all angles are unsqueezed, unsqueeze the result instead."""
-        dims = {found.args[1] if _is_unsqueezed(found) else None for found in angles.values()}
+        dims = {angle.args[1] if _is_unsqueezed(angle) else None for angle in angles.values()}
         dim = dims.pop() if len(dims) == 1 and _is_of_columns(target, args) else None
         if dim is None:
             return self._call(target, fx.map_arg(args, lambda each: angles.get(each, each)))
-        inner = {each: found.args[0] for each, found in angles.items()}
+        inner = {each: angle.args[0] for each, angle in angles.items()}
         return self._call(torch.unsqueeze, (self._laid_out(target, args, inner), dim))
 
     def of(self, function: Callable, turn: _Turn, is_reversed: bool) -> fx.Node:
@@ -109,12 +109,12 @@ class _Moves:
         while _is_unsqueezed(angles):
             dims.append(angles.args[1])
             angles = angles.args[0]
-        found = self._call(function, (self._call(torch.neg, (angles,)) if is_reversed else angles,))
+        values = self._call(function, (self._call(torch.neg, (angles,)) if is_reversed else angles,))
         for step in (step for step in turn.after if step != _NEGATED):
-            found = self._call(step[0], (found, *step[1:]))
+            values = self._call(step[0], (values, *step[1:]))
         for dim in reversed(dims):
-            found = self._call(torch.unsqueeze, (found, dim))
-        return found
+            values = self._call(torch.unsqueeze, (values, dim))
+        return values
 
     def _call(self, target: Callable, args: tuple) -> fx.Node:
         return edit.insert_once(self.graph, self.rope, self.known, target, args)

@@ -125,40 +125,40 @@ _BATCHES, _HEADS = 0, 1  # the first of the two adjacent dimensions to merge
 
 
 def _fused_attention(graph: fx.Graph, match: Match) -> tuple[Callable, tuple] | None:
-    found, root = match.bound, match.root
-    first, last = (match.nodes.index(found[name]) for name in ("product", "scores"))
+    bound, root = match.bound, match.root
+    first, last = (match.nodes.index(bound[name]) for name in ("product", "scores"))
     weights = match.nodes[first + 1 : last + 1]  # from the last product to the first
-    if not _is_attention(match, weights) or not _sums_the_same(found) or not _empties_the_hidden(found):
+    if not _is_attention(match, weights) or not _sums_the_same(bound) or not _empties_the_hidden(bound):
         return None
     lift = _Lift(graph, match, weights)
-    if lift.merged is not None and not _dims_can_be_merged(found, lift.merged):
+    if lift.merged is not None and not _dims_can_be_merged(bound, lift.merged):
         return None
-    query, value = lift(found["query"]), lift(found["value"])
-    sinks = _unexpanded_sinks(found, query)
-    if sinks is None and "sinks" in found:
+    query, value = lift(bound["query"]), lift(bound["value"])
+    sinks = _unexpanded_sinks(bound, query)
+    if sinks is None and "sinks" in bound:
         return None
-    key = lift(found["key"]) if "key" in found else lift.turn(lift(found["turned_key"]))
+    key = lift(bound["key"]) if "key" in bound else lift.turn(lift(bound["turned_key"]))
     grouped = lift.merged == _HEADS
     if not grouped and not _heads_agree(query, key, value):
         return None
-    masking = _masking(lift, query, found)
+    masking = _masking(lift, query, bound)
     if masking is None:
         return None
     query, mask, *fill_and_hidden = masking
-    wide_scores = dtype_of(found["scores"]).itemsize > dtype_of(query).itemsize
+    wide_scores = dtype_of(bound["scores"]).itemsize > dtype_of(query).itemsize
     if sinks is not None:
         sinks = lift.insert(torch.reshape, (sinks, shape_of(query)[1:2]))
-    how = (found.get("dropout_p", 0.0), False, _scale(found), grouped, wide_scores)
+    how = (bound.get("dropout_p", 0.0), False, _scale(bound), grouped, wide_scores)
     rest = (sinks, *fill_and_hidden)
     arguments = (query, key, value, mask, *how, *(() if rest == (None, None, None) else rest))
-    if len(shape_of(root)) == 4 and "emptied" not in found:
+    if len(shape_of(root)) == 4 and "emptied" not in bound:
         return ops.sdpa, arguments
     same_width = same_shape(shape_of(query)[-1:], shape_of(value)[-1:])
     core = lift.insert(ops.sdpa, arguments, like=query if same_width else None)
     core.meta["spelled"] = edit.spelled(match.nodes)
-    if "emptied" in found:
+    if "emptied" in bound:
         core = lift.insert(
-            torch.masked_fill, (core, lift.insert(ops.hidden_rows, (_hidden(lift, found),)), 0)
+            torch.masked_fill, (core, lift.insert(ops.hidden_rows, (_hidden(lift, bound),)), 0)
         )
     return torch.reshape, (core, tuple(shape_of(root)))
 
@@ -196,30 +196,30 @@ def _sink_columns(
     return () if after is None else weights[weights.index(after) + 1 : weights.index(until) + 1]
 
 
-def _empties_the_hidden(found: dict[str, Any]) -> bool:
+def _empties_the_hidden(bound: dict[str, Any]) -> bool:
     """Return True if probabilities are not filled, or filled with zeros by the only mask of the scores."""
     others = {"bias", "later", "sinks", *_FIRST_FILL}
-    masks = found.keys() & {*_LAST_FILL[1:]}
-    return "emptied" not in found or ("fill" in found and len(masks) == 1 and found.keys().isdisjoint(others))
+    masks = bound.keys() & {*_LAST_FILL[1:]}
+    return "emptied" not in bound or ("fill" in bound and len(masks) == 1 and bound.keys().isdisjoint(others))
 
 
-def _sums_the_same(found: dict[str, Any]) -> bool:
+def _sums_the_same(bound: dict[str, Any]) -> bool:
     """Return True if the logsumexp compared with the sink reads the same scores as the softmax."""
-    return "summed" not in found or found["softmax"].args[0] is found["summed"]
+    return "summed" not in bound or bound["softmax"].args[0] is bound["summed"]
 
 
-def _unexpanded_sinks(found: dict[str, Any], query: fx.Node) -> fx.Node | None:
+def _unexpanded_sinks(bound: dict[str, Any], query: fx.Node) -> fx.Node | None:
     """Return the sinks before they were expanded, or None if the op cannot take them.
 
     The op takes one number for each head of [batch, heads, queries, keys], and drops only the sink's column
     of the probabilities.
     """
-    if "sinks" not in found:
+    if "sinks" not in bound:
         return None
-    sinks, heads = found["sinks"], shape_of(query)[1]
-    if "summed" in found:
+    sinks, heads = bound["sinks"], shape_of(query)[1]
+    if "summed" in bound:
         return sinks if same_shape(shape_of(sinks), (1, heads, 1)) else None
-    of_keys, one = found["of_keys"], sinks.args[0] if sinks.target is torch.Tensor.expand else sinks
+    of_keys, one = bound["of_keys"], sinks.args[0] if sinks.target is torch.Tensor.expand else sinks
     is_last = of_keys.target is ops.columns or of_keys.args[1] == (Ellipsis, slice(None, -1))
     is_whole = is_last and same_shape(shape_of(sinks), (*shape_of(query)[:-1], 1))
     return one if is_whole and same_shape(shape_of(one), (1, heads, 1, 1)) else None
@@ -243,34 +243,34 @@ def _heads_agree(query: fx.Node, key: fx.Node, value: fx.Node) -> bool:
     )
 
 
-def _merged(found: dict[str, Any]) -> int | None:
+def _merged(bound: dict[str, Any]) -> int | None:
     """Return the first of the two dimensions that the op merges, or None if there are not five dimensions.
 
     These are the heads and the groups of queries that share a key, or two batch dimensions.
     """
-    query, key = shape_of(found["query"]), shape_of(found["key" if "key" in found else "turned_key"])
+    query, key = shape_of(bound["query"]), shape_of(bound["key" if "key" in bound else "turned_key"])
     if len(query) != 5:
         return None
     return _HEADS if same_shape(key[2:3], (1,)) and not same_shape(query[2:3], (1,)) else _BATCHES
 
 
-def _dims_can_be_merged(found: dict[str, Any], at: int) -> bool:
+def _dims_can_be_merged(bound: dict[str, Any], at: int) -> bool:
     """Return True if the dimensions `at` and `at` + 1 can be merged in all operands and masks.
 
     Merging is refused for keys and values that the forward was given if the original's backward reads their
     repeated copies.
     """
-    shared = [found[name] for name in ("key", "turned_key", "value") if name in found]
-    batches = shape_of(found["query"])[:2]
+    shared = [bound[name] for name in ("key", "turned_key", "value") if name in bound]
+    batches = shape_of(bound["query"])[:2]
     if at == _HEADS and torch.is_grad_enabled() and any(map(is_given, shared)):
         return False
     alike = (*batches, 1) if at == _HEADS else batches
-    if "sinks" in found or not all(same_shape(shape_of(node)[: len(alike)], alike) for node in shared):
+    if "sinks" in bound or not all(same_shape(shape_of(node)[: len(alike)], alike) for node in shared):
         return False
     conditions = *_FIRST_FILL[1:], *_LAST_FILL[1:]
-    masks = [found[name] for name in ("bias", "mask", "later", *conditions) if name in found]
+    masks = [bound[name] for name in ("bias", "mask", "later", *conditions) if name in bound]
     pairs = [_in_five(mask)[at : at + 2] for mask in masks]
-    whole = shape_of(found["scores"])[at : at + 2]
+    whole = shape_of(bound["scores"])[at : at + 2]
     return all(same_shape(pair, whole) or same_shape(pair, (1, 1)) for pair in pairs)
 
 
@@ -278,15 +278,15 @@ def _in_five(x: fx.Node) -> tuple:
     return (*[1] * (5 - len(shape_of(x))), *shape_of(x))
 
 
-def _scale(found: dict[str, Any]) -> float:
+def _scale(bound: dict[str, Any]) -> float:
     scale = 1.0
     for name in ("query", "key", "scores", "masked"):
-        scale = scale * _factor(found, name)
+        scale = scale * _factor(bound, name)
     return scale
 
 
-def _factor(found: dict[str, Any], name: str) -> float:
-    return found.get(f"{name}_times", 1) / found.get(f"{name}_over", 1)
+def _factor(bound: dict[str, Any], name: str) -> float:
+    return bound.get(f"{name}_times", 1) / bound.get(f"{name}_over", 1)
 
 
 class _Lift:
@@ -348,36 +348,36 @@ class _Masking(NamedTuple):
     hidden: fx.Node | None = None
 
 
-def _masking(lift: _Lift, query: fx.Node, found: dict[str, Any]) -> _Masking | None:
+def _masking(lift: _Lift, query: fx.Node, bound: dict[str, Any]) -> _Masking | None:
     """Return how the op masks keys, or None if it cannot."""
-    added = [found[name] for name in ("bias", "mask", "later") if name in found]
+    added = [bound[name] for name in ("bias", "mask", "later") if name in bound]
     if not all(dtype_of(node) in (dtype_of(query), torch.float32) and shape_of(node) for node in added):
         return None
-    bias = lift(found["bias"], found["biased"]) if "bias" in found else None
-    if "fill" in found:
-        return _filled_scores(lift, query, bias, found)
-    mask, factor = bias, _factor(found, "masked")
-    if "mask" in found:
-        mask = lift(found["mask"], found["masked"])
+    bias = lift(bound["bias"], bound["biased"]) if "bias" in bound else None
+    if "fill" in bound:
+        return _filled_scores(lift, query, bias, bound)
+    mask, factor = bias, _factor(bound, "masked")
+    if "mask" in bound:
+        mask = lift(bound["mask"], bound["masked"])
         mask = mask if bias is None else lift.insert(torch.add, (mask, bias))
     scaled = mask is not None and factor != 1  # the model scales the sum of scores and mask
     return _Masking(query, lift.insert(torch.mul, (mask, factor)) if scaled else mask)
 
 
 def _filled_scores(
-    lift: _Lift, query: fx.Node, bias: fx.Node | None, found: dict[str, Any]
+    lift: _Lift, query: fx.Node, bias: fx.Node | None, bound: dict[str, Any]
 ) -> _Masking | None:
     """Return how the op masks the keys whose scores are filled with a number, or None if it cannot."""
-    fill, later = _scaled_fill(found, _factor(found, "masked")), found.get("later")
+    fill, later = _scaled_fill(bound, _factor(bound, "masked")), bound.get("later")
     # a fully hidden row would give its whole probability to the sink
-    if "sinks" in found or fill is None:
+    if "sinks" in bound or fill is None:
         return None
-    if not fill <= (HIDES if later is None else ABSORBS) or (hidden := _hidden(lift, found)) is None:
+    if not fill <= (HIDES if later is None else ABSORBS) or (hidden := _hidden(lift, bound)) is None:
         return None
-    if "emptied" in found:  # rows of -inf would be NaN before they are emptied
+    if "emptied" in bound:  # rows of -inf would be NaN before they are emptied
         fill = max(fill, torch.finfo(torch.float32).min)
     if later is not None:
-        return _Masking(query, _fill_and_later(lift, hidden, fill, bias, found), None, hidden)
+        return _Masking(query, _fill_and_later(lift, hidden, fill, bias, bound), None, hidden)
     if bias is None and fill == -math.inf:
         return _Masking(query, lift.negate(hidden))
     if bias is None:  # with a finite fill a fully hidden row is uniform; with -inf it would be NaN
@@ -390,35 +390,35 @@ def _filled_scores(
 
 
 def _fill_and_later(
-    lift: _Lift, hidden: fx.Node, fill: float, bias: fx.Node | None, found: dict[str, Any]
+    lift: _Lift, hidden: fx.Node, fill: float, bias: fx.Node | None, bound: dict[str, Any]
 ) -> fx.Node:
     """Return the mask for filled scores plus a mask (GPT-Neo: causal fill, padding mask)."""
-    later = lift(found["later"], found["added"])
+    later = lift(bound["later"], bound["added"])
     if dtype_of(later).itemsize < torch.float32.itemsize:  # the fill may exceed the range of 16 bits
         later = lift.insert(ops.cast, (later, torch.float32))
     kept = later if bias is None else lift.insert(torch.add, (later, bias))
     return lift.insert(torch.where, (hidden, lift.insert(torch.add, (later, fill)), kept))
 
 
-def _hidden(lift: _Lift, found: dict[str, Any]) -> fx.Node | None:
+def _hidden(lift: _Lift, bound: dict[str, Any]) -> fx.Node | None:
     """Return the keys that are filled, or None if a condition is not a boolean tensor with rows to hide."""
     filled = []
     for role, hidden, kept in (_FIRST_FILL, _LAST_FILL):
-        if (condition := found.get(hidden, found.get(kept))) is None:
+        if (condition := bound.get(hidden, bound.get(kept))) is None:
             continue
         if dtype_of(condition) is not torch.bool or not shape_of(condition):
             return None
-        condition = lift(condition, found[role])
-        filled.append(lift.negate(condition) if kept in found else condition)
+        condition = lift(condition, bound[role])
+        filled.append(lift.negate(condition) if kept in bound else condition)
     return filled[0] if len(filled) == 1 else lift.insert(torch.logical_or, tuple(filled))
 
 
-def _scaled_fill(found: dict[str, Any], factor: float) -> float | None:
+def _scaled_fill(bound: dict[str, Any], factor: float) -> float | None:
     """Return the number that scores have where they are filled, or None if it is unknown.
 
     GPT-J scales scores after it fills them. A factor above 1 may overflow, and a mask would be scaled too.
     """
-    fill, is_alone = _fill_value(found["fill"]), not found.keys() & {"bias", "later"}
+    fill, is_alone = _fill_value(bound["fill"]), not bound.keys() & {"bias", "later"}
     is_scaled = factor == 1 or (is_alone and 0 < factor < 1)
     return fill * factor if fill is not None and is_scaled else None
 

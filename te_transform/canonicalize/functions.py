@@ -69,11 +69,11 @@ def _is_gradient(op: Callable, forward: nn.Module, backward: nn.Module, samples:
         x = _SAMPLE_INPUTS.clone().requires_grad_()
         (expected,) = torch.autograd.grad(op(x), x, _GRADIENTS)
         try:
-            found = [_scaled_gradient(forward, backward, samples, scale) for scale in _SCALES]
+            computed = [_scaled_gradient(forward, backward, samples, scale) for scale in _SCALES]
         except Exception:  # the function does not accept samples of this shape and dtype
             return False
     return all(
-        grad is not None and torch.allclose(grad, expected, rtol=_CLOSE, atol=_CLOSE) for grad in found
+        grad is not None and torch.allclose(grad, expected, rtol=_CLOSE, atol=_CLOSE) for grad in computed
     )
 
 
@@ -82,5 +82,5 @@ def _scaled_gradient(forward: nn.Module, backward: nn.Module, samples: list, sca
     (_, *unread), saved = forward(*samples)
     gradients = backward(_GRADIENTS * scale, *map(torch.zeros_like, unread), *saved)
     gradients = gradients if isinstance(gradients, (tuple, list)) else (gradients,)
-    found = [gradient for gradient in gradients if isinstance(gradient, Tensor)]
-    return found[0].double() / scale if len(found) == 1 else None
+    tensors = [gradient for gradient in gradients if isinstance(gradient, Tensor)]
+    return tensors[0].double() / scale if len(tensors) == 1 else None

@@ -97,8 +97,8 @@ def _may_be_saved(write: fx.Node, storage: Storage) -> bool:
 
 def _may_need_gradient(node: fx.Node) -> bool:
     """Return True if autograd records the call, or if its result is unknown."""
-    held = nodes.value(node)
-    results = held if isinstance(held, (tuple, list)) else (held,)
+    result = nodes.value(node)
+    results = result if isinstance(result, (tuple, list)) else (result,)
     return any(not isinstance(each, torch.Tensor) or each.requires_grad for each in results)
 
 
@@ -129,8 +129,8 @@ def written(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
         return {}
     storage = storage_of(graph)
     last = {owner: write for write in writes for owner in storage[write]}
-    found = {node: last.keys() & storage[node] for node in graph.nodes}
-    return {node: max(last[owner] for owner in owners) for node, owners in found.items() if owners}
+    owners_written = {node: last.keys() & storage[node] for node in graph.nodes}
+    return {node: max(last[owner] for owner in owners) for node, owners in owners_written.items() if owners}
 
 
 def target_of(write: fx.Node) -> fx.Node | None:

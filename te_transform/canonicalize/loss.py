@@ -16,19 +16,19 @@ from te_transform.graph.pattern import Call, Match, Var
 
 def _earliest_cross_entropy(graph: fx.Graph, match: Match) -> tuple[Callable, tuple] | None:
     """Return the op on the earliest logits and targets in the graph with one target per row of logits."""
-    found, root = match.bound, match.root
-    if dtype_of(found["targets"]) not in (torch.int64, torch.int32, torch.uint8):  # these are probabilities
+    bound, root = match.bound, match.root
+    if dtype_of(bound["targets"]) not in (torch.int64, torch.int32, torch.uint8):  # these are probabilities
         return None
     pairs = [
         (logits, targets)
-        for logits in _by_rows(found["logits"], root)
-        for targets in _above(found["targets"], root)
+        for logits in _by_rows(bound["logits"], root)
+        for targets in _above(bound["targets"], root)
         if same_shape(shape_of(logits)[:-1], shape_of(targets))
-        and (found["reduction"] != "none" or same_shape(shape_of(targets), shape_of(root)))
+        and (bound["reduction"] != "none" or same_shape(shape_of(targets), shape_of(root)))
     ]
     if not pairs:
         return None
-    return ops.cross_entropy, (*pairs[-1], found["ignore_index"], found["reduction"], dtype_of(root))
+    return ops.cross_entropy, (*pairs[-1], bound["ignore_index"], bound["reduction"], dtype_of(root))
 
 
 def _by_rows(logits: fx.Node, root: fx.Node) -> Iterator[fx.Node]:

@@ -53,15 +53,15 @@ def _cast(inner: Pattern) -> Pattern:
 
 
 def _layer_norm(graph: fx.Graph, match: Match) -> tuple | None:
-    found, (x, weight) = match.bound, _input_and_weight(match)
-    bias = found.get("bias")
+    bound, (x, weight) = match.bound, _input_and_weight(match)
+    bias = bound.get("bias")
     uniform = all(part is None or dtype_of(part) is dtype_of(x) for part in (weight, bias))
     fits = bias is None or same_shape(shape_of(bias), shape_of(x)[-1:])
     if not uniform or not fits or not _normalizes_last(match) or not _norm_keeps_dtype(match):
         return None
     if _is_scaled_later(match):
         return None
-    return ops.layer_norm, (x, weight, bias, found["eps"], found.get("gamma") == "zero-centered")
+    return ops.layer_norm, (x, weight, bias, bound["eps"], bound.get("gamma") == "zero-centered")
 
 
 def _rms_norm(graph: fx.Graph, match: Match) -> tuple | None:

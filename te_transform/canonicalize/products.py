@@ -172,8 +172,8 @@ def _rewrite(
         shape = (*shape_of(matmul)[:-1], *(sizes[letter] for letter in columns))
         call = torch.reshape, (matmul, reshape_sizes(matmul, shape))
     if result != rows + columns:
-        found = edit.insert(graph, [node], *call)
-        call = permuted(found, *((rows + columns).index(letter) for letter in result))
+        computed = edit.insert(graph, [node], *call)
+        call = permuted(computed, *((rows + columns).index(letter) for letter in result))
     edit.set_target(node, *call)
 
 

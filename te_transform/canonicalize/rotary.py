@@ -166,12 +166,12 @@ _OF_PAIRS = _plus(_TURNED)
 def _rotation_of_pairs(root: fx.Node, covered: list[fx.Node]) -> _Rotation | None:
     """Return the rotation x cos + [-x1, x0, -x3, x2, ...] sin; add its calls to `covered`."""
     for match in _OF_PAIRS.match(root, Match(), None):
-        found, (even, odd) = match.bound, (part_of(match.bound[name]) for name in ("even", "odd"))
+        bound, (even, odd) = match.bound, (part_of(match.bound[name]) for name in ("even", "odd"))
         if even is None or odd is None or not even.in_pairs or not are_both(even, odd):
             continue
-        if _adds_to(match, even.x) and _is_stack_of_columns(found["turned"].args[0], found["turned"]):
+        if _adds_to(match, even.x) and _is_stack_of_columns(bound["turned"].args[0], bound["turned"]):
             covered.extend(match.nodes[1:])
-            return _Rotation(even._replace(x=found["whole"]), found["cos"], found["sin"], whole=True)
+            return _Rotation(even._replace(x=bound["whole"]), bound["cos"], bound["sin"], whole=True)
     return None
 
 

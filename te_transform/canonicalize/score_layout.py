@@ -94,9 +94,9 @@ def _insert_in_product_order(
     args = tuple(value if a is before else _in_product_order(graph, node, a, order) for a in node.args)
     if node.target is torch.softmax:
         args = (value, order[node.args[1]] - len(order), *node.args[2:])
-    made = edit.insert(graph, [node], node.target, args)
-    made.meta["spelled"] = edit.spelled([node])
-    return made
+    call = edit.insert(graph, [node], node.target, args)
+    call.meta["spelled"] = edit.spelled([node])
+    return call
 
 
 def _in_product_order(graph: fx.Graph, node: fx.Node, argument: Any, order: tuple[int, ...]) -> Any:

@@ -73,9 +73,9 @@ def _insert_dims(graph: fx.Graph, node: fx.Node, x: fx.Node, parts: tuple) -> No
 
 def _is_tensor_call(node: fx.Node) -> bool:
     """Return True if the node's value is a tensor or a sequence of tensors, not a size."""
-    held = nodes.value(node)
-    several = isinstance(held, (tuple, list)) and bool(held) and isinstance(held[0], torch.Tensor)
-    return node.op in ("call_function", "call_method") and (several or isinstance(held, torch.Tensor))
+    result = nodes.value(node)
+    several = isinstance(result, (tuple, list)) and bool(result) and isinstance(result[0], torch.Tensor)
+    return node.op in ("call_function", "call_method") and (several or isinstance(result, torch.Tensor))
 
 
 def _canonical(node: fx.Node) -> tuple | None:
@@ -102,13 +102,13 @@ def _signature(spelling: Callable) -> inspect.Signature:
 def _functions() -> dict[Any, str]:
     """Return the torch and Python functions in the table, with their names in the table."""
     homes = (torch, F, torch._C._nn, torch._C._linalg, torch._C._special, operator, torch.Tensor)
-    found: dict[Any, str] = {}
+    names: dict[Any, str] = {}
     for name in (*SPELLINGS, *MOVES):
         for home in homes:
             for spelled in _spellings_of(name):
                 if callable(function := getattr(home, spelled, None)):
-                    found.setdefault(function, name)
-    return found | {builtins.getattr: "getattr"}
+                    names.setdefault(function, name)
+    return names | {builtins.getattr: "getattr"}
 
 
 @cache

@@ -84,13 +84,13 @@ def _notes_of(asked: argparse.Namespace, model: nn.Module) -> Iterator[str]:
     """Yield notes on entries of a config that the model was built without."""
     if not Path(asked.model).exists():
         return
-    told = read_config(config_of(Path(asked.model)), asked.trust_remote_code)
-    yield from told.notes()
-    if told.quantized:
+    config = read_config(config_of(Path(asked.model)), asked.trust_remote_code)
+    yield from config.notes()
+    if config.quantized:
         dtype = dtype_name(next(model.parameters()).dtype)
         yield (
-            f"the config says that the weights are quantized ({told.quantized}), the plan is for weights in "
-            f"{dtype}: dequantize the weights before the conversion"
+            f"the config says that the weights are quantized ({config.quantized}), the plan is for weights "
+            f"in {dtype}: dequantize the weights before the conversion"
         )
 
 
@@ -105,10 +105,15 @@ def run_verify(asked: argparse.Namespace) -> int:
     model, inputs = loaded(asked, on_meta=False)
     with printing_aside():
         converted = convert(model, inputs, **_options(asked))
-        found = verify(model, converted, inputs)
+        verification = verify(model, converted, inputs)
     report = report_of(converted)
-    _write(asked, report, found, **found.as_data() | {"notes": (*report.all_notes(), *found.notes)})
-    return 0 if found else 1
+    _write(
+        asked,
+        report,
+        verification,
+        **verification.as_data() | {"notes": (*report.all_notes(), *verification.notes)},
+    )
+    return 0 if verification else 1
 
 
 def _run_against(asked: argparse.Namespace) -> int:
@@ -142,9 +147,9 @@ def _run_against(asked: argparse.Namespace) -> int:
     with printing_aside():
         if asked.copy_weights:
             Layout(model, other, names, weights).copy()
-        found = verify(model, other, inputs, names=names, weights=weights)
-    show(found.to_json() if asked.json else found)
-    return 0 if found else 1
+        verification = verify(model, other, inputs, names=names, weights=weights)
+    show(verification.to_json() if asked.json else verification)
+    return 0 if verification else 1
 
 
 def _renamed(text: str) -> tuple[str, str | None]:
@@ -242,9 +247,9 @@ def _generate_inputs(model: nn.Module, batch: int, length: int, exactly: bool) -
         ) from error
 
 
-def _expected_counts(told: Sequence[str]) -> dict[str, int]:
+def _expected_counts(texts: Sequence[str]) -> dict[str, int]:
     expected: dict[str, int] = {}
-    for rule, count in map(_expectation, told):
+    for rule, count in map(_expectation, texts):
         if expected.setdefault(rule, count) != count:
             raise OptionError(
                 f"expected one number per rule for --expect, got {rule}={expected[rule]} and {rule}={count}"

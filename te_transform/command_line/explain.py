@@ -30,9 +30,9 @@ def explanation(rule: Rule) -> Iterator[str]:
     backends, allowed, plan = _example(rule)
     yield "\nneeds"
     yield from (f"- {need}" for need in _needs(rule, backends, allowed))
-    if found := refused(rule):
+    if sentences := refused(rule):
         yield "\nrefused if"
-        yield from (f"- {sentence}" for sentence in found)
+        yield from (f"- {sentence}" for sentence in sentences)
     yield "\nrefused, like every rule, if"
     yield from (f"- {sentence}" for sentence in yielded(refusals))
     if plan is not None:

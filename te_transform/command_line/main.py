@@ -293,12 +293,12 @@ def _positive(text: str) -> int:
 
 def _parse_duration(text: str) -> float:
     """Parse a duration such as 120ms."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?|\.\d+)\s*(us|ms|s)", text)
-    if not found or not float(found[1]):
+    matched = re.fullmatch(r"(\d+(?:\.\d+)?|\.\d+)\s*(us|ms|s)", text)
+    if not matched or not float(matched[1]):
         raise argparse.ArgumentTypeError(
             f"expected a time with a unit, such as 120ms, 1.5s or 900us, got {text!r}"
         )
-    return float(found[1]) * {"us": 1e-6, "ms": 1e-3, "s": 1.0}[found[2]]
+    return float(matched[1]) * {"us": 1e-6, "ms": 1e-3, "s": 1.0}[matched[2]]
 
 
 def _explaining(asked: argparse.Namespace) -> Callable[[argparse.Namespace], int]:
@@ -337,9 +337,9 @@ def _models(asked: argparse.Namespace) -> int:
     table = Table(*(Column(name, overflow="fold") for name in head), box=box.SIMPLE_HEAD)
     wanted = _letters(asked.name)  # the page writes gpt2 for GPT-2
     for names, *counts in rows:
-        found = [name for name in names.split(", ") if wanted in _letters(name)]
-        if found and counts[0].isdigit():  # skips the headers of further tables
-            table.add_row(", ".join(found), *counts)
+        matching = [name for name in names.split(", ") if wanted in _letters(name)]
+        if matching and counts[0].isdigit():  # skips the headers of further tables
+            table.add_row(", ".join(matching), *counts)
     if not table.row_count:
         known = ", ".join(names for names, *_ in rows).split(", ")
         raise LoadError(

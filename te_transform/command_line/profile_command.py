@@ -21,15 +21,15 @@ def run_profile(asked: argparse.Namespace) -> int:
         raise OptionError("expected a GPU for --device cuda, got none; pass --device cpu, or leave it out")
     model, inputs = loaded(asked, on_meta=False)
     with printing_aside(), status("profiling"):
-        found = profile(model, inputs, plan=not asked.no_plan)
+        step_profile = profile(model, inputs, plan=not asked.no_plan)
     if is_first_rank():
         if asked.html:
-            found.to_html(asked.html)
-        show(found.to_json() if asked.json else found)
-    slowest = max([found.seconds, *(rank.seconds for rank in found.ranks)])
+            step_profile.to_html(asked.html)
+        show(step_profile.to_json() if asked.json else step_profile)
+    slowest = max([step_profile.seconds, *(rank.seconds for rank in step_profile.ranks)])
     if asked.budget is None or slowest <= asked.budget:
         return 0
     if is_first_rank():
-        told = f"expected a step of at most {duration(asked.budget)}, got {duration(slowest)}"
-        print(f"te-transform: {told}", file=sys.stderr)
+        why = f"expected a step of at most {duration(asked.budget)}, got {duration(slowest)}"
+        print(f"te-transform: {why}", file=sys.stderr)
     return 1

@@ -29,8 +29,8 @@ def refused(rule: Rule) -> list[str]:
 def yielded(*modules: ModuleType | None) -> list[str]:
     """Return the texts that functions of the modules yield, with "..." for values known only at run time."""
     nodes = (node for module in modules for node in ast.walk(_tree(module)))
-    found = (_text(node.value) for node in nodes if isinstance(node, ast.Yield))
-    return list(dict.fromkeys(filter(None, found)))
+    texts = (_text(node.value) for node in nodes if isinstance(node, ast.Yield))
+    return list(dict.fromkeys(filter(None, texts)))
 
 
 def raised(source: str) -> Iterator[tuple[str, str]]:
@@ -39,13 +39,13 @@ def raised(source: str) -> Iterator[tuple[str, str]]:
     classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
     homes = {inner: outer.name for outer in classes for inner in ast.walk(outer)}
     for node in ast.walk(tree):
-        made = node.value if isinstance(node, ast.Return) else None
-        error = node.exc if isinstance(node, ast.Raise) else made
+        returned = node.value if isinstance(node, ast.Return) else None
+        error = node.exc if isinstance(node, ast.Raise) else returned
         if not isinstance(error, ast.Call) or not error.args:
             continue
         called = ast.unparse(error.func)
         name = homes.get(node, called) if called == "cls" else called
-        is_error = not name.startswith("_") and (made is None or name.endswith("Error"))
+        is_error = not name.startswith("_") and (returned is None or name.endswith("Error"))
         if is_error and any(map(str.isalpha, _text(error.args[0]))):
             yield name, _text(error.args[0])
 

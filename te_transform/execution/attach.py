@@ -67,8 +67,8 @@ def with_setting(holders: Sequence[Any], name: str, value: Any) -> Iterator[None
             setattr(holder, name, value)
         yield
     finally:
-        for holder, held in before:
-            setattr(holder, name, held)
+        for holder, old in before:
+            setattr(holder, name, old)
 
 
 def runners(model: nn.Module) -> list[Runner]:

@@ -29,27 +29,27 @@ def first_in_list(model: nn.Module) -> tuple[nn.Module, str] | None:
 
 def parts(model: nn.Module) -> list[nn.Module]:
     """Return the modules between the model and its blocks: a backbone, an encoder, a decoder."""
-    found: dict[int, nn.Module] = {}
+    holders_by_id: dict[int, nn.Module] = {}
     for path in _blocks(model):
         names = path.split(".")[:-1]
         holders = (model.get_submodule(".".join(names[:last])) for last in range(1, len(names)))
-        found |= {id(holder): holder for holder in holders}
-    return [part for part in found.values() if type(part).forward is not nn.Module.forward]
+        holders_by_id |= {id(holder): holder for holder in holders}
+    return [part for part in holders_by_id.values() if type(part).forward is not nn.Module.forward]
 
 
 def are_held_by_parts(model: nn.Module) -> bool:
     """Return True if a part, such as a backbone, holds every block."""
-    held = {id(module) for part in parts(model) for module in part.modules()}
-    return all(id(block) in held for block in blocks(model))
+    inside = {id(module) for part in parts(model) for module in part.modules()}
+    return all(id(block) in inside for block in blocks(model))
 
 
 def skipped_inside(model: nn.Module, globs: tuple[str, ...]) -> dict[int, frozenset[str]]:
     """Return the skipped paths inside of each block, by the block's id."""
-    found = {}
+    skipped = {}
     for path, layer in _blocks(model).items() if globs else ():
         inside = (name for name, _ in layer.named_modules())
-        found[id(layer)] = frozenset(n for n in inside if skipped_by(f"{path}.{n}".strip("."), globs))
-    return found
+        skipped[id(layer)] = frozenset(n for n in inside if skipped_by(f"{path}.{n}".strip("."), globs))
+    return skipped
 
 
 def _blocks(model: nn.Module) -> dict[str, nn.Module]:
@@ -57,15 +57,17 @@ def _blocks(model: nn.Module) -> dict[str, nn.Module]:
 
     The paths are those without wrappers, which skip= was given for.
     """
-    found: dict[str, nn.Module] = {}
+    layers_by_path: dict[str, nn.Module] = {}
     for path, module in model.named_modules():
-        inside = any(path.startswith(f"{block}.") for block in found)
+        inside = any(path.startswith(f"{block}.") for block in layers_by_path)
         if _is_list(module) and not inside:
             layers = {name: unwrapped(child) for name, child in module.named_children()}  # never None
             alike = len({_user_class(layer) for layer in layers.values()}) == 1
             if alike and any(True for _ in next(iter(layers.values())).children()):
-                found |= {f"{path}.{name}": layer for name, layer in layers.items()}
-    return {path: block for path, block in found.items() if type(block).forward is not nn.Module.forward}
+                layers_by_path |= {f"{path}.{name}": layer for name, layer in layers.items()}
+    return {
+        path: block for path, block in layers_by_path.items() if type(block).forward is not nn.Module.forward
+    }
 
 
 def _user_class(layer: nn.Module) -> type:

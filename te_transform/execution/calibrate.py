@@ -55,6 +55,6 @@ def loss_of(out: Any) -> Tensor | None:
     """Return the loss among a model's outputs, the first scalar with a gradient, or None."""
     if isinstance(out, dict):
         out = tuple(out.values())
-    found = [x for x in (out if isinstance(out, (tuple, list)) else (out,)) if isinstance(x, Tensor)]
-    losses = [x for x in found if x.dim() == 0 and x.requires_grad]
+    tensors = [x for x in (out if isinstance(out, (tuple, list)) else (out,)) if isinstance(x, Tensor)]
+    losses = [x for x in tensors if x.dim() == 0 and x.requires_grad]
     return losses[0] if losses else None

@@ -24,7 +24,7 @@ class CallContext:
         args, kwargs: of the call; a graph has no kwargs.
         is_observed: True if the conversion or verify() observes the call.
         observe_only: True if the observed call runs as captured.
-        found: a result of an executor's refuse() for its run().
+        prepared: a result of an executor's refuse() for its run().
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class CallContext:
     ):
         self.args, self.kwargs = args, kwargs or {}
         self.is_observed, self.observe_only = is_observed, observe_only
-        self.found: Any = None
+        self.prepared: Any = None
 
     @property
     def records_gradients(self) -> bool:

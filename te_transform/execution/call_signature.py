@@ -81,8 +81,8 @@ class CallSignature:
         now, given = _versions(arguments), set(map(id, arguments))
         self.writes |= {index for index, version in before.items() if now[index] != version}
         for index, output in enumerate(outputs):
-            made = isinstance(output, Tensor) and id(output) not in given
-            if self.trained and made and output.requires_grad:
+            is_new = isinstance(output, Tensor) and id(output) not in given
+            if self.trained and is_new and output.requires_grad:
                 output.register_hook(partial(self._note_gradient, index))
         return outputs
 

@@ -14,8 +14,8 @@ from te_transform.graph.nodes import value
 
 def symbols_of(placeholders: Sequence[fx.Node]) -> dict[int, Any]:
     """Return the sympy symbols that are arguments of a graph, by the index of the argument."""
-    held = {index: value(node) for index, node in enumerate(placeholders)}
-    return {index: size.node.expr for index, size in held.items() if isinstance(size, torch.SymInt)}
+    sizes = {index: value(node) for index, node in enumerate(placeholders)}
+    return {index: size.node.expr for index, size in sizes.items() if isinstance(size, torch.SymInt)}
 
 
 def expression_of(size: int | torch.SymInt) -> Any:
@@ -40,8 +40,8 @@ def tensor_in_call(node: fx.Node, known: dict[Any, int]) -> Tensor | None:
     Returns:
         None if a size depends on the data of the call, or if the tensor is of another class.
     """
-    held = value(node)
-    if type(held) is not FakeTensor:
+    tensor = value(node)
+    if type(tensor) is not FakeTensor:
         return None
-    sizes = [size_in_call(expression_of(size), known) for size in held.shape]
-    return None if None in sizes else held.new_empty(sizes)
+    sizes = [size_in_call(expression_of(size), known) for size in tensor.shape]
+    return None if None in sizes else tensor.new_empty(sizes)

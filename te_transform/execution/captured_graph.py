@@ -146,7 +146,7 @@ class CapturedGraph:
             self.fallbacks[executor.name, why] += 1
         return last.run(call)
 
-    def fallbacks_told(self) -> Counter[str]:
+    def fallback_sentences(self) -> Counter[str]:
         """Return the fallbacks as sentences, except for those from fused to captured, which ops count."""
         counted = ((name, why, n) for (name, why), n in self.fallbacks.items() if name != Fused.name)
         return Counter({f"did not run {name}: {why}": n for name, why, n in counted})
@@ -198,10 +198,10 @@ class CapturedGraph:
 
         Groups with zeros between parameters are left out, because they are copied in each call.
         """
-        held = self.values(arguments)
+        parameters = self.values(arguments)
         for node in self.plan.joins():
             if len(node.all_input_nodes) == len(node.args):
-                yield tuple(held[source.name] for source in node.args)
+                yield tuple(parameters[source.name] for source in node.args)
 
     def path_in(self, names: Mapping[int, str], arguments: Sequence[Any]) -> str:
         """Return the path of the module whose forward was captured, in a call with these arguments.

@@ -180,13 +180,13 @@ def captured_class(kind: type, skipped: frozenset[str]) -> type:
     if (kind, skipped) not in _SUBCLASSES:
         named = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
         try:
-            made = _metaclass(type(kind))(kind.__name__, (kind,), {**_overridden_methods(kind), **named})
+            subclass = _metaclass(type(kind))(kind.__name__, (kind,), {**_overridden_methods(kind), **named})
         except Exception as error:  # from a metaclass, or from the __init_subclass__ of a registry
             raise ModelError(
                 f"expected a class that can be subclassed, got {kind.__name__} ({message_of(error)}); "
                 "convert a model that holds it, or allow subclasses"
             ) from error
-        _SUBCLASSES[kind, skipped], _ORIGINALS[made] = made, kind
+        _SUBCLASSES[kind, skipped], _ORIGINALS[subclass] = subclass, kind
     return _SUBCLASSES[kind, skipped]
 
 

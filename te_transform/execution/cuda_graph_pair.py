@@ -77,19 +77,19 @@ def casting_anew() -> Iterator[None]:
 @contextlib.contextmanager
 def noting_waits() -> Iterator[list[str]]:
     """Collect warnings of operations that synchronize with the GPU, which no CUDA graph can contain."""
-    found: list[str] = []
+    waits: list[str] = []
     if not torch.cuda.is_available():
-        yield found
+        yield waits
         return
     before = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
         try:
-            yield found
+            yield waits
         finally:
             torch.cuda.set_sync_debug_mode(before)
-    found += (str(w.message).splitlines()[0] for w in caught if "synchronizing CUDA" in str(w.message))
+    waits += (str(w.message).splitlines()[0] for w in caught if "synchronizing CUDA" in str(w.message))
 
 
 def stream_now() -> int:

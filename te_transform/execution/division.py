@@ -40,7 +40,7 @@ class Division(Protocol):
             repeats: True if a backward will repeat parts of this code.
         """
 
-    def told(self) -> Iterator[str]:
+    def sentences(self) -> Iterator[str]:
         """Yield sentences for the report: what is divided among the ranks, and why the rest is not."""
 
     def collect(self) -> None:

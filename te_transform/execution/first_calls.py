@@ -98,7 +98,7 @@ def _output_tensors(outputs: Any) -> list[Tensor]:
 
 
 def traced_otherwise(
-    model: nn.Module, found: Sequence[Tensor], sample: Inputs, original: nn.Module | None
+    model: nn.Module, captured: Sequence[Tensor], sample: Inputs, original: nn.Module | None
 ) -> str | None:
     """Return why the captured forward differs from the model, or None.
 
@@ -109,11 +109,11 @@ def traced_otherwise(
         with preserved(model, original), torch.set_grad_enabled(_is_trainable(model)):
             return _output_tensors(call(model.train(), sample))
 
-    if any(tensor.is_meta for tensor in found):  # without numbers
+    if any(tensor.is_meta for tensor in captured):  # without numbers
         return None
     with with_user_classes(model):
         expected = outputs()
-        off = _off(found, expected)
+        off = _off(captured, expected)
         # a forward whose results differ from call to call draws random numbers outside of PyTorch
         if off <= rounding(filter(Tensor.is_floating_point, expected)) or _off(outputs(), expected):
             return None
@@ -156,11 +156,11 @@ def raises_captured(raised: BaseException) -> str:
     return f"captured, the forward raises {in_a_line(raised)}: {_DIFFERS}"
 
 
-def _off(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+def _off(outputs: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
     """Return the largest distance between outputs, or infinity if their numbers differ."""
-    if len(found) != len(expected):
+    if len(outputs) != len(expected):
         return math.inf
-    return max(map(_distance_or_share, found, expected), default=0.0)
+    return max(map(_distance_or_share, outputs, expected), default=0.0)
 
 
 def _distance_or_share(one: Tensor, other: Tensor) -> float:

@@ -25,20 +25,20 @@ class GradientMemory:
 
     def __init__(self, gradients: Sequence[Tensor | None], copies: bool):
         self.gradients, self.copies = gradients, copies
-        held = (grad.untyped_storage() for grad in gradients if grad is not None)
-        self.storages = {storage._cdata: storage for storage in held}
+        storages = (grad.untyped_storage() for grad in gradients if grad is not None)
+        self.storages = {storage._cdata: storage for storage in storages}
         self.alone: dict[int, int] = {}  # use counts of the storages without other holders
 
     def take(self) -> list[Tensor | None]:
         """Return the gradients of the last replay; see is_free()."""
         given: set[int] = set()  # two gradients may be one tensor, but autograd needs two
-        found: list[Tensor | None] = []
+        gradients: list[Tensor | None] = []
         for grad in self.gradients:
             storage = None if grad is None else grad.untyped_storage()._cdata
             is_own = self.copies or storage in given
-            found.append(None if grad is None else grad.clone() if is_own else grad.detach())
+            gradients.append(None if grad is None else grad.clone() if is_own else grad.detach())
             given.add(storage)
-        return found
+        return gradients
 
     def is_free(self, arguments: Sequence[Any]) -> bool:
         """Return True if a replay may overwrite the gradients. The first call must precede all holders.
@@ -48,12 +48,12 @@ class GradientMemory:
         Args:
             arguments: of the next call, whose parameters' `.grad` are replaced.
         """
-        held = self._held()
-        if not held:
+        storages = self._held()
+        if not storages:
             return True
         for parameter in map(parameter_of, chain.from_iterable(map(parts_of, arguments))):
             grad = None if parameter is None else parameter.grad
-            if grad is not None and local(grad).untyped_storage()._cdata in held:
+            if grad is not None and local(grad).untyped_storage()._cdata in storages:
                 parameter.grad = grad.clone()
         grad = None  # this variable would be a holder
         return not self._held()

@@ -159,8 +159,8 @@ class _Logits(torch.autograd.Function):
         ctx.head.compile_with_gradient()
         with torch.enable_grad(), torch.autocast(**ctx.autocast):
             outputs, views = call_on_views(ctx.head.in_high_precision().forward, given, ctx.trained)
-        found = gradients_of([outputs[ctx.index]], views, [grad], create_graph=recorded)
-        return None, None, None, None, None, *found
+        gradients = gradients_of([outputs[ctx.index]], views, [grad], create_graph=recorded)
+        return None, None, None, None, None, *gradients
 
 
 def _beside_a_loss(outputs: Sequence[fx.Node], reads: Sequence[fx.Node]) -> int | None:

@@ -101,8 +101,8 @@ def _is_rewritten(plan: Plan, site: Site) -> bool:
 
 def _norms_and_activations(plan: Plan, names: Collection[str]) -> Iterator[fx.Node]:
     """Return the norms and activations among the captured nodes with these names."""
-    found = (node for node in plan.before.nodes if node.target in _SINGLE)
-    return (node for node in found if node.meta.get("origin") in names)
+    nodes = (node for node in plan.before.nodes if node.target in _SINGLE)
+    return (node for node in nodes if node.meta.get("origin") in names)
 
 
 def _replaced_names(plan: Plan, site: Site) -> set[str]:
@@ -223,19 +223,19 @@ class _Lowering:
         """Call the site's op at the position of its first output."""
         outputs = {node: self.stands[node.meta["origin"]] for node in site.outputs}
         at = self._place_of(site, outputs.values())
-        made: dict[fx.Node, fx.Node] = {}
-        args = self._inner(site.node.args, at, made)
+        copies: dict[fx.Node, fx.Node] = {}
+        args = self._inner(site.node.args, at, copies)
         if isinstance(site.fused, plain.DotProductAttention):
             args = self._with_mask(site, args, at)
         name = site.name.replace(".", "_")
         self.module.add_submodule(name, site.fused)
-        made[site.node] = edit.insert_call(self.graph, at, name, args, like=site.node)
-        parts = self._split(site, at, made) if site.is_merged else {}
+        copies[site.node] = edit.insert_call(self.graph, at, name, args, like=site.node)
+        parts = self._split(site, at, copies) if site.is_merged else {}
         for canonical, old in outputs.items():
             if canonical in parts:
                 new = self._own(old, parts[canonical], at)
             else:
-                new = self._laid_out(site, canonical, old, self._node(canonical, at, made, new=True), at)
+                new = self._laid_out(site, canonical, old, self._node(canonical, at, copies, new=True), at)
             self.stands[canonical.meta["origin"]] = new
             self.added[new] = None
             edit.replace_uses(old, new)
@@ -281,19 +281,19 @@ class _Lowering:
         """Return the graph as a compiled module."""
         edit.erase_cascade(self.graph, self.added, set())
         self.graph.lint()
-        found = [node for node in self.graph.nodes if node in self.masks.made.values()]
-        for node in found[:-1]:
+        masks = [node for node in self.graph.nodes if node in self.masks.made.values()]
+        for node in masks[:-1]:
             self.module.get_submodule(node.target).is_last = False
         self.module.recompile()
         # fx prints a graph at its first call; a graph that cannot be printed must fail here
         _LazyGraphModule.force_recompile(self.module)
         return self.module
 
-    def _split(self, site: Site, at: fx.Node, made: dict[fx.Node, fx.Node]) -> dict[fx.Node, fx.Node]:
+    def _split(self, site: Site, at: fx.Node, copies: dict[fx.Node, fx.Node]) -> dict[fx.Node, fx.Node]:
         """Split the columns of a merged product."""
         sizes = [shape_of(weight)[0] for weight in site.weights[0]]
-        joined = [self._node(arg, at, made) for arg in site.node.all_input_nodes if arg.target is ops.join]
-        whole = self._node(site.result, at, made, new=True)
+        joined = [self._node(arg, at, copies) for arg in site.node.all_input_nodes if arg.target is ops.join]
+        whole = self._node(site.result, at, copies, new=True)
         name = f"{site.name}_split".replace(".", "_")
         self.module.add_submodule(name, Split(sizes))
         split = edit.insert_call(self.graph, at, name, (whole, *joined), like=site.result)
@@ -317,23 +317,23 @@ class _Lowering:
         own = {"memory_format": torch.contiguous_format}
         return edit.insert_call(self.graph, at, torch.clone, (x,), own, like=x)
 
-    def _inner(self, args: Any, at: fx.Node, made: dict[fx.Node, fx.Node]) -> Any:
+    def _inner(self, args: Any, at: fx.Node, copies: dict[fx.Node, fx.Node]) -> Any:
         """Return the arguments of a canonical call as nodes of the new graph, before `at`."""
         return fx.node.map_aggregate(
-            args, lambda arg: self._node(arg, at, made) if isinstance(arg, fx.Node) else arg
+            args, lambda arg: self._node(arg, at, copies) if isinstance(arg, fx.Node) else arg
         )
 
-    def _node(self, node: fx.Node, at: fx.Node, made: dict[fx.Node, fx.Node], new: bool = False) -> fx.Node:
-        if node in made:
-            return made[node]
+    def _node(self, node: fx.Node, at: fx.Node, copies: dict[fx.Node, fx.Node], new: bool = False) -> fx.Node:
+        if node in copies:
+            return copies[node]
         if "origin" in node.meta and not new:
             return self.stands[node.meta["origin"]]
-        made[node] = self._copied(node, at, made)
-        return made[node]
+        copies[node] = self._copied(node, at, copies)
+        return copies[node]
 
-    def _copied(self, node: fx.Node, at: fx.Node, made: dict[fx.Node, fx.Node]) -> fx.Node:
+    def _copied(self, node: fx.Node, at: fx.Node, copies: dict[fx.Node, fx.Node]) -> fx.Node:
         """Copy a canonical call into the new graph."""
-        args, kwargs = self._inner(node.args, at, made), self._inner(dict(node.kwargs), at, made)
+        args, kwargs = self._inner(node.args, at, copies), self._inner(dict(node.kwargs), at, copies)
         if node.target is not ops.join:
             # all layers share a mask, which is computed and classified once; if floating-point, once per mode
             key = self.shared.key(node, args, kwargs)
@@ -345,7 +345,7 @@ class _Lowering:
             if shared:
                 self.shared.made[key] = call
             return call
-        name = f"join_{at.name}_{len(made)}"
+        name = f"join_{at.name}_{len(copies)}"
         self.module.add_submodule(name, Join(self.scattered))
         return edit.insert_call(self.graph, at, name, args, like=node)
 

@@ -50,8 +50,8 @@ class ModelRef:
     @property
     def _first_layer(self) -> nn.Module | None:
         """The first block, or the wrapper that it is in by now."""
-        held = None if self._list is None else self._list()
-        return None if held is None else held._modules.get(self._first)
+        layers = None if self._list is None else self._list()
+        return None if layers is None else layers._modules.get(self._first)
 
     def modules(self) -> Iterator[nn.Module]:
         """Return the modules of the model, or none before its first call."""
@@ -61,8 +61,8 @@ class ModelRef:
         """Note the model at its first call."""
         if self._model is None:
             self._model = weakref.ref(model)
-            if (found := first_in_list(model)) is not None:
-                self._list, self._first = weakref.ref(found[0]), found[1]
+            if (first := first_in_list(model)) is not None:
+                self._list, self._first = weakref.ref(first[0]), first[1]
 
     def make_adjacent(self, model: nn.Module) -> list[list[Tensor]]:
         """Make scattered groups of the model's own parameters adjacent in memory.
@@ -84,6 +84,6 @@ def held_groups_told(model: nn.Module, groups: Sequence[Sequence[Tensor]]) -> st
 
     These parameters cannot be made adjacent, because their memory has other holders.
     """
-    held = {id(tensor) for group in groups for tensor in held_elsewhere(group)}
-    names = [name for name, parameter in model.named_parameters() if id(local(parameter)) in held]
+    tensors = {id(tensor) for group in groups for tensor in held_elsewhere(group)}
+    names = [name for name, parameter in model.named_parameters() if id(local(parameter)) in tensors]
     return sole_owners_needed(names) if names else None

@@ -165,8 +165,8 @@ def _first_read_bytes(nodes: Iterable[fx.Node], given: Mapping[fx.Node, Any]) ->
 
     The backward of the first reader completes the gradient of a tensor.
     """
-    tensors = {node: held for node, held in given.items() if isinstance(held, Tensor)}
-    trained = {node: held.nbytes for node, held in tensors.items() if held.requires_grad}
+    tensors = {node: tensor for node, tensor in given.items() if isinstance(tensor, Tensor)}
+    trained = {node: tensor.nbytes for node, tensor in tensors.items() if tensor.requires_grad}
     return [sum(trained.pop(read, 0) for read in node.all_input_nodes) for node in nodes]
 
 
@@ -182,41 +182,41 @@ def _puts_settings_back(run: Sequence[fx.Node]) -> bool:
 
 def _layer_of(node: fx.Node) -> str:
     """Return the path of the numbered module of an operation, "" without one."""
-    found = _LAYER_PATH.match(path_of(node))
-    return found.group() if found else ""
+    matched = _LAYER_PATH.match(path_of(node))
+    return matched.group() if matched else ""
 
 
 def _compile(pieces: Sequence[Piece], values: dict[fx.Node, Any], compile: CompilePiece) -> None:
     """Compile each piece on fake tensors, or reuse the code of an equal piece."""
-    made: dict[tuple, Callable[..., Any]] = {}
+    compiled: dict[tuple, Callable[..., Any]] = {}
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     values = tree_map_only(Tensor, partial(fake.from_tensor, static_shapes=True), dict(values))
     for piece in pieces:
         begin(piece, values)
         given = [values[node] for node in piece.inputs]
         key = structure(piece.module), tuple(map(_compiled_properties, given))
-        if key not in made:
-            made[key] = compile(piece.module, [as_leaf(each) for each in given])
-        piece.run = made[key]
+        if key not in compiled:
+            compiled[key] = compile(piece.module, [as_leaf(each) for each in given])
+        piece.run = compiled[key]
         # The compiler times kernels on real tensors, so it runs outside of the fake mode. An active
         # checkpoint would count the tensors that are saved here.
         with fake, saved_tensors_hooks(_unchanged, _unchanged):
-            found = piece.module.forward(*given)
-        values.update(zip(piece.outputs, found, strict=True))
+            outputs = piece.module.forward(*given)
+        values.update(zip(piece.outputs, outputs, strict=True))
 
 
-def _unchanged(held: Any) -> Any:
+def _unchanged(value: Any) -> Any:
     """Return the value."""
-    return held
+    return value
 
 
-def as_leaf(held: Any) -> Any:
+def as_leaf(value: Any) -> Any:
     """Return a tensor as an autograd leaf, which compilers expect, and other values unchanged."""
-    return held.detach().requires_grad_(held.requires_grad) if isinstance(held, Tensor) else held
+    return value.detach().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
 
 
-def _compiled_properties(held: Any) -> Any:
+def _compiled_properties(value: Any) -> Any:
     """Return the properties of a value that compiled code depends on."""
-    if not isinstance(held, Tensor):
-        return held
-    return held.shape, held.stride(), held.dtype, held.device, held.requires_grad, held.storage_offset()
+    if not isinstance(value, Tensor):
+        return value
+    return value.shape, value.stride(), value.dtype, value.device, value.requires_grad, value.storage_offset()

@@ -65,7 +65,7 @@ def _piece_inputs(piece: Piece) -> list[fx.Node]:
 
 
 def runner(
-    graph: fx.GraphModule, pieces: Sequence[Piece], prepare: Callable[[Any], Any] = lambda held: held
+    graph: fx.GraphModule, pieces: Sequence[Piece], prepare: Callable[[Any], Any] = lambda value: value
 ) -> Callable[..., list[Any]]:
     """Return a function that runs the pieces in order, except for dropped layers.
 
@@ -84,8 +84,8 @@ def runner(
             if piece.is_left_out(layers):
                 values[piece.marks[1]] = _passed(values[piece.marks[0]], piece.marks[1])
             else:
-                found = piece.run(*(prepare(values[node]) for node in piece.inputs))
-                values.update(zip(piece.outputs, found, strict=True))
+                results = piece.run(*(prepare(values[node]) for node in piece.inputs))
+                values.update(zip(piece.outputs, results, strict=True))
             for node in piece.dead:
                 del values[node]
         return [values[node] if isinstance(node, fx.Node) else node for node in outputs]
@@ -147,7 +147,7 @@ def computes(node: fx.Node) -> bool:
 
 def _inner(graph: fx.Graph) -> Mapping[fx.Node, list[fx.Node]]:
     """Return the operations of each layer, by the mark at its end."""
-    found: dict[fx.Node, list[fx.Node]] = {}
+    layers: dict[fx.Node, list[fx.Node]] = {}
     nodes = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
     for begins, ends in marked(graph):
         between = nodes[nodes.index(begins) + 1 : nodes.index(ends)]
@@ -158,5 +158,5 @@ def _inner(graph: fx.Graph) -> Mapping[fx.Node, list[fx.Node]]:
             is_read = bool(node.users) or (node in of_stream and writes(node))
             if is_read and not {user for user in node.users if user is not ends} - inside:
                 inside.add(node)
-        found[ends] = [node for node in between if node in inside]
-    return found
+        layers[ends] = [node for node in between if node in inside]
+    return layers

@@ -102,9 +102,9 @@ class CapturePolicy:
             Why no graph runs, as a sentence for the report; or "" if the blocks are captured.
         """
         self.skip_this_call.add(kind)
-        found = [] if model is None else blocks(model)
-        is_block = any(type(block) is kind for block in found)
-        if is_block or not found:
+        layers = [] if model is None else blocks(model)
+        is_block = any(type(block) is kind for block in layers)
+        if is_block or not layers:
             self.skip_this_mode.add(kind)
             return CHECKPOINTED_INSIDE if is_block else CHECKPOINTED
         if self.cut is Cut.BLOCKS_AND_HEAD:  # the checkpoint is around the head

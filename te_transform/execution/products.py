@@ -43,10 +43,10 @@ class Products(GraphMode):
         def compute() -> Any:
             return func(*args, **(kwargs or {}))
 
-        found = _product_tensors(func, args, kwargs or {})
-        if found is None:
+        tensors = _product_tensors(func, args, kwargs or {})
+        if tensors is None:
             return compute()
-        x, weight, bias = found
+        x, weight, bias = tensors
         parameter = self._wanted(weight)
         if parameter is None:
             return compute()

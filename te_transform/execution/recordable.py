@@ -129,5 +129,5 @@ def _overlap(outputs: Iterable[Any], inputs: Iterable[fx.Node]) -> bool:
     """Return True if two outputs share memory that is not memory of an input."""
     nodes = [node for node in dict.fromkeys(outputs) if isinstance(node, fx.Node)]
     given = set(storages(inputs))
-    made = [storage for storage in storages(nodes) if storage not in given]
-    return len(set(made)) < len(made)
+    new = [storage for storage in storages(nodes) if storage not in given]
+    return len(set(new)) < len(new)

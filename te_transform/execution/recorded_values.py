@@ -62,8 +62,8 @@ class RecordedInputs:
 
     def have_moved(self) -> bool:
         """Return True if parameters are gone or have new addresses."""
-        found = ((reference(), address) for reference, address in self.parameters)
-        return any(parameter is None or parameter.data_ptr() != address for parameter, address in found)
+        recorded = ((reference(), address) for reference, address in self.parameters)
+        return any(parameter is None or parameter.data_ptr() != address for parameter, address in recorded)
 
     def static_within(self, tensors: Sequence[Tensor]) -> list[int]:
         """Return the indices of the static inputs that share a storage with one of the tensors."""
@@ -107,9 +107,9 @@ class RecordedOutputs:
         """
         numbers = {id(argument): index for index, argument in enumerate(arguments)}
         given = {index: numbers[id(out)] for index, out in enumerate(outputs) if id(out) in numbers}
-        made = {index for index, out in enumerate(outputs) if isinstance(out, Tensor)} - given.keys()
-        constants = [None if p in made or p in given else out for p, out in enumerate(outputs)]
-        tensors = sorted(made)
+        new = {index for index, out in enumerate(outputs) if isinstance(out, Tensor)} - given.keys()
+        constants = [None if p in new or p in given else out for p, out in enumerate(outputs)]
+        tensors = sorted(new)
         differentiable = [n for n, p in enumerate(tensors) if is_trained and outputs[p].requires_grad]
         get_gradients = [number for number in differentiable if tensors[number] in wanted]
         without = sorted({*range(len(tensors))} - {*differentiable})

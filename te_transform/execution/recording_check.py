@@ -95,10 +95,10 @@ class _Results:
     def replay(self, recorded: Any, arguments: Sequence[Any]) -> list[Any]:
         """Return the results of a recording."""
         recorded.gradients.is_free(())
-        found = recorded.outputs.assemble(recorded.forward(arguments), self.held)
+        results = recorded.outputs.assemble(recorded.forward(arguments), self.held)
         if self.trained:
-            found += recorded.backward([self.seeds.get(index) for index in recorded.outputs.tensors])
-        return found
+            results += recorded.backward([self.seeds.get(index) for index in recorded.outputs.tensors])
+        return results
 
     def rerun(self) -> list[Any]:
         """Return the results of another run of the function, with perturbed gradients."""
@@ -110,21 +110,23 @@ def _record_and_compare(
     function: Function, signature: CallSignature, arguments: Sequence[Any], make: MakeRecording
 ) -> Any:
     """Return the recording of a call, or why there is none, or why it is not used."""
-    held = [
-        argument if static_inputs or not isinstance(argument, Tensor) else copy_of(argument)
-        for argument, static_inputs in zip(arguments, function.static_inputs, strict=True)
+    copies = [
+        argument if is_static or not isinstance(argument, Tensor) else copy_of(argument)
+        for argument, is_static in zip(arguments, function.static_inputs, strict=True)
     ]
     saved: list[Tensor] = []
-    with as_it_was(held, function.changes), noting_waits() as waits:
-        with saved_tensors_hooks(lambda tensor: saved.append(tensor.detach()) or tensor, lambda held: held):
-            outputs, trained = call_on_views(function.run, held, signature.trained)
-        if (why := _unfit_outputs(outputs, held)) is not None:  # the same on every rank
+    with as_it_was(copies, function.changes), noting_waits() as waits:
+        with saved_tensors_hooks(
+            lambda tensor: saved.append(tensor.detach()) or tensor, lambda tensor: tensor
+        ):
+            outputs, trained = call_on_views(function.run, copies, signature.trained)
+        if (why := _unfit_outputs(outputs, copies)) is not None:  # the same on every rank
             return why
         seeds = {index: torch.randn_like(outputs[index]) for index in sorted(signature.wanted)}
         expected = _with_gradients(outputs, trained, seeds)
-    results = _Results(function, signature.trained, held, seeds, expected)
+    results = _Results(function, signature.trained, copies, seeds, expected)
     recorded = f"it synchronizes with the GPU: {waits[0]}" if waits else None
-    recorded = recorded or _recorded(function, held, outputs, make)
+    recorded = recorded or _recorded(function, copies, outputs, make)
     if (why := function.agreed(recorded if isinstance(recorded, str) else None)) is not None:
         return why
     recorded.watch(saved)
@@ -135,11 +137,11 @@ def _record_and_compare(
     return recorded if why is None else why
 
 
-def _recorded(function: Function, held: Sequence[Any], outputs: Sequence[Any], make: MakeRecording) -> Any:
+def _recorded(function: Function, copies: Sequence[Any], outputs: Sequence[Any], make: MakeRecording) -> Any:
     """Return the recording of a call with these arguments and outputs, or why there is none."""
     try:
-        with as_it_was(held, function.changes):
-            recorded = make(held, outputs)
+        with as_it_was(copies, function.changes):
+            recorded = make(copies, outputs)
             if function.ranks is not None:
                 function.ranks.freed_before_end(recorded.graphs)
             return recorded
@@ -182,11 +184,11 @@ def _with_gradients(
     outputs: Sequence[Any], trained: Sequence[Tensor], seeds: Mapping[int, Tensor]
 ) -> list[Any]:
     """Return the outputs and the gradients of the trained arguments for these output gradients."""
-    found = [output.detach() if isinstance(output, Tensor) else output for output in outputs]
+    values = [output.detach() if isinstance(output, Tensor) else output for output in outputs]
     if not trained:
-        return found
+        return values
     used, given = [outputs[index] for index in seeds], [*seeds.values()]
-    return [*found, *gradients_of(used, trained, given)]
+    return [*values, *gradients_of(used, trained, given)]
 
 
 def _unfit_outputs(outputs: Sequence[Any], arguments: Sequence[Any]) -> str | None:

@@ -32,10 +32,10 @@ def call_on_views(
     """
     given = (arguments[index] for index in trained)
     views = {id(argument): known_as(argument.view_as(argument), argument) for argument in given}
-    found = run(*(views.get(id(argument), argument) for argument in arguments))
+    outputs = run(*(views.get(id(argument), argument) for argument in arguments))
     # an argument that is returned unchanged is the argument, not its view
     own = {id(view): arguments[index] for index, view in zip(trained, views.values(), strict=True)}
-    return [own.get(id(output), output) for output in found], [*views.values()]
+    return [own.get(id(output), output) for output in outputs], [*views.values()]
 
 
 def gradients_of(

@@ -237,17 +237,17 @@ class Runner:
 
     def _capture(self, kind: type, forward: Callable[..., Any], is_around: bool) -> Callable[..., Any]:
         """Return the forward of a class as a function that dynamo captures in its calls."""
-        held = weakref.ref(self)  # dynamo never releases the objects that it was given
+        runner = weakref.ref(self)  # dynamo never releases the objects that it was given
         divided = self.division is not None
         return capture(
             forward,
-            backend=lambda captured, inputs: held().backend(captured, inputs, kind),
-            leaves=lambda: kind in held().policy.skip_this_call,
+            backend=lambda captured, inputs: runner().backend(captured, inputs, kind),
+            leaves=lambda: kind in runner().policy.skip_this_call,
             dynamic=False if divided else None,  # the sizes of shards are constant
             # around blocks, calls of parts end the graphs, and these breaks are not reported
             reasons=None if is_around else self.material.breaks,
             # a divided model would first run the user's code on stand-ins
-            tell=None if divided else lambda why: held().tell(why),
+            tell=None if divided else lambda why: runner().tell(why),
             within=partial(parts_end_graphs, is_around),
         )
 
@@ -294,19 +294,19 @@ class Runner:
     def _fused(self, captured: fx.GraphModule, modules: tuple[str, ...] = ("",)) -> Callable[..., Any]:
         try:
             self._choose_backend()
-            made = plan(captured, self.options, modules)
+            planned = plan(captured, self.options, modules)
             if self.options.recipe is not None:
-                put_in_recipe(made, self.options)
-            graph = CapturedGraph(made, self)
+                put_in_recipe(planned, self.options)
+            graph = CapturedGraph(planned, self)
         except Exception as error:
             log.warning("a graph of the model runs as captured", exc_info=error)
             self.material.notes.append(in_full(error))
             return captured.forward
         self.graphs.append(graph)
-        held = weakref.ref(graph)  # dynamo never releases the objects that it was given
+        reference = weakref.ref(graph)  # dynamo never releases the objects that it was given
         # dynamo does not always guard the model: without new graphs, it may call any graph that fits
         alone = code_of(captured)
-        return lambda *arguments: (held() or alone)(*arguments)
+        return lambda *arguments: (reference() or alone)(*arguments)
 
     def _choose_backend(self) -> None:
         """Choose the backend of "auto" again, for the current state of the model.
@@ -406,8 +406,8 @@ class Runner:
             self.tell(why)
 
     def __deepcopy__(self, memo: dict) -> Runner:
-        held = (copy.deepcopy(each, memo) for each in (self.policy, self.material))
-        twin = memo[id(self)] = Runner(self.options, self.captures.checker, *held)
+        copies = (copy.deepcopy(each, memo) for each in (self.policy, self.material))
+        twin = memo[id(self)] = Runner(self.options, self.captures.checker, *copies)
         twin.division = copy.deepcopy(self.division, memo)
         twin.precision = copy.deepcopy(self.precision, memo)
         return twin
@@ -415,15 +415,15 @@ class Runner:
     def __reduce__(self) -> tuple:
         if self.division is not None:
             return self.division.__reduce__()
-        held = self.options, self.captures.checker, self.policy, self.material, self.precision
-        return _restored, held
+        arguments = self.options, self.captures.checker, self.policy, self.material, self.precision
+        return _restored, arguments
 
 
-def _restored(*held: Any) -> Runner:
-    *others, precision = held
-    made = Runner(*others)
-    made.precision = precision
-    return made
+def _restored(*arguments: Any) -> Runner:
+    *others, precision = arguments
+    runner = Runner(*others)
+    runner.precision = precision
+    return runner
 
 
 class _OnStandIns(Exception):
@@ -435,7 +435,7 @@ def _sharing(model: nn.Module, root: nn.Module) -> tuple[str, ...]:
     if root is model:
         return ("",)
     alike = [(path, module) for path, module in model.named_modules() if type(module) is type(root)]
-    return tuple(path for path, module in sorted(alike, key=lambda found: found[1] is not root))
+    return tuple(path for path, module in sorted(alike, key=lambda item: item[1] is not root))
 
 
 def _may_fail_again(error: Exception, call: ModuleCall) -> bool:
@@ -453,6 +453,6 @@ def _may_fail_again(error: Exception, call: ModuleCall) -> bool:
     on_cpu = first is None or first.device.type == "cpu"
     alone = not (torch.distributed.is_available() and torch.distributed.is_initialized())
     leaves = tree_leaves((call.args, call.kwargs))
-    is_plain = all(isinstance(held, (Tensor, int, float, str, NoneType)) for held in leaves)
+    is_plain = all(isinstance(leaf, (Tensor, int, float, str, NoneType)) for leaf in leaves)
     is_apart = in_backward() or call.is_transformed
     return isinstance(error, RuntimeError) and on_cpu and alone and is_plain and not is_apart

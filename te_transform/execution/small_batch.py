@@ -95,5 +95,5 @@ class SmallBatch:
     def _products_at(self, sizes: Sequence[int]) -> list[ProductSize] | None:
         """Return the sizes of the products in a call of these sizes, or None if they depend on the data."""
         known = dict(zip(self.symbols.values(), sizes, strict=True))
-        found = [size._replace(rows=size_in_call(size.rows, known)) for size in self.sizes]
-        return None if any(size.rows is None for size in found) else found
+        sizes_now = [size._replace(rows=size_in_call(size.rows, known)) for size in self.sizes]
+        return None if any(size.rows is None for size in sizes_now) else sizes_now

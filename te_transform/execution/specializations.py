@@ -143,10 +143,10 @@ class Specializations:
         noted = self.checkpointed.get(weight) or self.checkpointed.set(weight, NotedCalls())
         if call.in_backward:
             return self._find_again(call, noted.again() if call.is_checkpointed else None)
-        found = self._find(call)
-        is_ready = isinstance(found, Ready)
-        noted.note(ran=(found.lowered, found.compute, found.known.key) if is_ready else None)
-        return found
+        ready = self._find(call)
+        is_ready = isinstance(ready, Ready)
+        noted.note(ran=(ready.lowered, ready.compute, ready.known.key) if is_ready else None)
+        return ready
 
     def _find_again(self, call: CallContext, noted: NotedCall | None) -> Ready | str:
         """Return the specialization that ran a call in its forward; a checkpoint repeats the call."""
@@ -228,9 +228,9 @@ class Specializations:
         if sum(len(each.runs) for each in self.lowered.values()) < MAX_SPECIALIZATIONS:
             lowered.runs[key] = self.make(lowered, known, arguments, bucket)
             return
-        made = "compiled" if self.options.compile else "prepared"
+        verb = "compiled" if self.options.compile else "prepared"
         self.version.tell(
-            f"a graph is {made} for at most {MAX_SPECIALIZATIONS} sets of shapes and modes, other calls run "
+            f"a graph is {verb} for at most {MAX_SPECIALIZATIONS} sets of shapes and modes, other calls run "
             f"{self._otherwise}"
         )
 
@@ -283,8 +283,8 @@ def _why_never(plan: Plan, options: Options) -> str | None:
 
 def _varies(placeholder: fx.Node) -> bool:
     """Return True if the sizes or strides of an argument may differ from the captured ones."""
-    held = value(placeholder)
-    sizes = held.shape if isinstance(held, Tensor) else (held,)
-    if isinstance(held, Tensor) and held.layout is torch.strided:
-        sizes = (*sizes, *held.stride())
+    argument = value(placeholder)
+    sizes = argument.shape if isinstance(argument, Tensor) else (argument,)
+    if isinstance(argument, Tensor) and argument.layout is torch.strided:
+        sizes = (*sizes, *argument.stride())
     return any(isinstance(size, torch.SymInt) for size in sizes)

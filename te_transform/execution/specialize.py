@@ -39,9 +39,11 @@ class States:
         numbers: dict[int, int] = {}
         self.pattern = tuple(numbers.setdefault(tensor.data_ptr(), len(numbers)) for tensor in leaves)
         self.tensors = [*dict(zip(self.pattern, leaves, strict=True)).values()]
-        kept = {tensor.data_ptr() for state in states.values() for held in state.weights for tensor in held}
+        kept = {
+            tensor.data_ptr() for state in states.values() for weights in state.weights for tensor in weights
+        }
         # the indices of the tensors that calls write to: scales and amax
-        self.written = [index for index, held in enumerate(self.tensors) if held.data_ptr() not in kept]
+        self.written = [index for index, weights in enumerate(self.tensors) if weights.data_ptr() not in kept]
 
     def are(self, states: dict[fx.Node, ProductState]) -> bool:
         """Return True if the states are the same objects, of the same calls."""
@@ -59,13 +61,13 @@ class Precomputed:
 
     def __init__(self, values: dict[fx.Node, Any], staying: Collection[fx.Node], states: States):
         self.values, self.states = values, states.states
-        leaves = [(node, leaf) for node, held in values.items() for leaf in tree_leaves(held)]
-        found = [(node, leaf) for node, leaf in leaves if isinstance(leaf, Tensor)]
+        leaves = [(node, leaf) for node, value in values.items() for leaf in tree_leaves(value)]
+        tensors = [(node, leaf) for node, leaf in leaves if isinstance(leaf, Tensor)]
         # `.data`, so that autograd does not see writes: the next forward may come before this backward
-        self.tensors = [*(held for _, held in found), *(tensor.data for tensor in states.tensors)]
-        self.static_inputs = [*(node in staying for node, _ in found), *(True for _ in states.tensors)]
-        self.written = [len(found) + index for index in states.written]
-        self.computed = len(found)  # the number of leading tensors that are computed, not states
+        self.tensors = [*(value for _, value in tensors), *(tensor.data for tensor in states.tensors)]
+        self.static_inputs = [*(node in staying for node, _ in tensors), *(True for _ in states.tensors)]
+        self.written = [len(tensors) + index for index in states.written]
+        self.computed = len(tensors)  # the number of leading tensors that are computed, not states
         answers = tuple(None if isinstance(leaf, Tensor) else leaf for _, leaf in leaves)
         self.key = (answers, states.pattern)
 
@@ -104,8 +106,8 @@ class Precomputation:
 
     def values(self, arguments: Sequence[Any]) -> dict[fx.Node, Any]:
         """Compute the nodes from the arguments of a call."""
-        found = self.module.forward(*(arguments[index] for index in self.reads))
-        return dict(zip(self.nodes, found, strict=True))
+        results = self.module.forward(*(arguments[index] for index in self.reads))
+        return dict(zip(self.nodes, results, strict=True))
 
 
 class Specialized:
@@ -137,7 +139,7 @@ class Specialized:
         }
         self.trained = {site: _trained_products(site, node) for site, node in self.products.items()}
         masks = self._masks()
-        read = {node for held in self.weights.values() for node in held}
+        read = {node for weights in self.weights.values() for node in weights}
         joins = {node for node in nodes if isinstance(self._module(node), Join)}
         self.staying = sorted((read | joins) - {*placeholders})
         self.before = Precomputation.of(self.graph, [*masks, *self.staying], placeholders)
@@ -181,17 +183,17 @@ class Specialized:
         # a reference would keep quantized weights, or the scales of a call
         if not repeats and not any(state.weights for state in states.values()):
             self.states = known
-        found = Precomputed(values, self.staying, known)
-        if not (self.before.reads or self.products or found.tensors):
-            self.constant = found
-        return found
+        precomputed = Precomputed(values, self.staying, known)
+        if not (self.before.reads or self.products or precomputed.tensors):
+            self.constant = precomputed
+        return precomputed
 
     def in_recipe(self, arguments: Sequence[Any]) -> frozenset[Site]:
         """Return the products that can run in the active recipe, given the sizes and weights of a call."""
         nodes, values = self.graph.graph.nodes, self.before.values(arguments)
         symbols = symbols_of([node for node in nodes if node.op == "placeholder"])
         sizes = {symbol: arguments[index] for index, symbol in symbols.items()}
-        asked, modes, found = {node: site for site, node in self.products.items()}, {}, set()
+        asked, modes, products = {node: site for site, node in self.products.items()}, {}, set()
         token = compiling.set(True)  # the inputs have no memory
         try:
             for node in nodes:
@@ -199,11 +201,11 @@ class Specialized:
                     modes[node] = node.target(*(modes.get(argument, argument) for argument in node.args))
                 elif (site := asked.get(node)) and (x := tensor_in_call(node.args[0], sizes)) is not None:
                     why = site.fused.refuse_recipe(x, self._weights(site, values, arguments))
-                    found |= {site} if why is None else set()
+                    products |= {site} if why is None else set()
                     site.fused.plain_calls.update([why] if why else [])
         finally:
             compiling.reset(token)
-        return frozenset(found)
+        return frozenset(products)
 
     def with_known(self, known: Precomputed) -> fx.GraphModule:
         """Return the graph to compile. Its arguments are the captured graph's and `known.tensors`."""

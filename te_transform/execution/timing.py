@@ -185,10 +185,10 @@ def keep(key: str, timings: Sequence[Timing]) -> None:
 
 def _everything() -> dict[str, Any]:
     try:
-        found = json.loads(file().read_text(encoding="utf-8"))
+        timings = json.loads(file().read_text(encoding="utf-8"))
     except (OSError, ValueError):  # no file, or a damaged file
         return {}
-    return found if isinstance(found, dict) else {}
+    return timings if isinstance(timings, dict) else {}
 
 
 def file() -> Path:

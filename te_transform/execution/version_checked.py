@@ -50,8 +50,8 @@ class VersionChecked:
         if (node := _compiled_backward_of(outputs)) is not None:
             tensors = (*arguments, *outputs)
             if self.watched is None:
-                found = _watched_among(tensors, node.saved_tensors)
-                self.watched = tuple(index for index in found if index not in self.own)
+                indices = _watched_among(tensors, node.saved_tensors)
+                self.watched = tuple(index for index in indices if index not in self.own)
             if self.watched:
                 versions = [_VersionThen(tensors[index]) for index in self.watched]
                 node.register_prehook(partial(_check_versions, versions))

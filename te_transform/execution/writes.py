@@ -39,7 +39,7 @@ class Writes:
         """Copy the storages of tensors, unless they were copied before."""
         if not arguments:  # the fast path of CUDA graph replays, most of which write to no argument
             return
-        dead = [key for key, (held, _) in self.storages.items() if held.expired()]
+        dead = [key for key, (reference, _) in self.storages.items() if reference.expired()]
         for key in dead:
             del self.storages[key]
         with _disable_current_modes():
@@ -52,8 +52,8 @@ class Writes:
         for generator, state in self.generators.items():
             generator.set_state(state)
         with _disable_current_modes():
-            for held, before in self.storages.values():
-                storage = torch.UntypedStorage._new_with_weak_ptr(held.cdata)
+            for reference, before in self.storages.values():
+                storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
                 if storage is not None and storage.nbytes() == before.nbytes():  # FSDP may have freed it
                     storage.copy_(before)
 

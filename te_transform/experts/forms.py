@@ -60,8 +60,8 @@ def _may_be_its_source(node: fx.Node, storage: Storage, wrote: Iterable[fx.Node]
 
     Both must have the same strides and the same requires_grad. Neither may be written to later or returned.
     """
-    made, source = value(node), value(node.args[0])
-    is_alike = same_shape(made.stride(), source.stride()) and made.requires_grad is source.requires_grad
+    tensor, source = value(node), value(node.args[0])
+    is_alike = same_shape(tensor.stride(), source.stride()) and tensor.requires_grad is source.requires_grad
     later = (write for write in wrote if not write._erased and write > node)
     both = storage[node] | storage[node.args[0]]
     seen = (storage[other] for other in (*later, *node.graph.output_node().all_input_nodes))
@@ -90,8 +90,8 @@ def _first_argument(node: fx.Node) -> Any:
 
 
 def _are_below(choices: fx.Node, number: int, is_kept: Callable[[fx.Node], bool]) -> bool:
-    found = _chosen(choices, is_kept)
-    return found is not None and type(number) is int and _router_width(found) <= number
+    router = _chosen(choices, is_kept)
+    return router is not None and type(number) is int and _router_width(router) <= number
 
 
 def _chosen(choices: fx.Node, is_kept: Callable[[fx.Node], bool]) -> fx.Node | None:

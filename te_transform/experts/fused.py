@@ -68,8 +68,8 @@ class Experts(FusedOp):
         out = ops.grouped_mm(self.activated(rows), fc2_weight, ends)
         if fc2_bias is not None:
             out = out + of_groups(fc2_bias, groups, ends)
-        found = taken(out, places, order).unflatten(0, experts.shape)
-        return (found * weights.unsqueeze(-1)).sum(1).to(dtype)
+        chosen = taken(out, places, order).unflatten(0, experts.shape)
+        return (chosen * weights.unsqueeze(-1)).sum(1).to(dtype)
 
     def activated(self, hidden: Tensor) -> Tensor:
         """Apply the activation, and the gate, to the first product."""

@@ -119,10 +119,10 @@ def _nodes_since_topk(product: fx.Node) -> set[fx.Node]:
 
     The set is empty if the groups are not computed from topk.
     """
-    found = reached([product.args[2]], lambda node: () if called(node) == "topk" else node.all_input_nodes)
-    if all(called(node) != "topk" for node in found):
+    nodes = reached([product.args[2]], lambda node: () if called(node) == "topk" else node.all_input_nodes)
+    if all(called(node) != "topk" for node in nodes):
         return set()
-    calls = {product, *_nearest_calls(product, users_of, *_EXPERT_PRODUCTS), *found}
+    calls = {product, *_nearest_calls(product, users_of, *_EXPERT_PRODUCTS), *nodes}
     return {n for n in calls if called(n) != "topk" and n.op != "placeholder" and not may_be_view(n)}
 
 
@@ -131,10 +131,10 @@ def _nearest_calls(
 ) -> set[fx.Node]:
     """Return the nearest calls of `wanted` on paths from a node; paths end at another part of the layer."""
     ends = (*wanted, *_PATH_ENDS)
-    found = reached(
+    nodes = reached(
         following(start), lambda node: () if node.target in ends else following(node), is_tensor_node
     )
-    return {node for node in found if node.target in wanted}
+    return {node for node in nodes if node.target in wanted}
 
 
 def build(

@@ -87,8 +87,8 @@ def _gated_rows(hidden, bias, groups, out, width, slope, limit, offset, HAS_BIAS
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     first, beside = _load_biased(hidden, bias, groups, row, columns, width, HAS_BIAS, PAIRS)
     first, beside = _clamp_in_kernel(first, beside, limit)
-    made = first * tl.sigmoid(slope * first) * (beside + offset)
-    tl.store(out + row * width + columns, made.to(out.dtype.element_ty), mask=columns < width)
+    gated = first * tl.sigmoid(slope * first) * (beside + offset)
+    tl.store(out + row * width + columns, gated.to(out.dtype.element_ty), mask=columns < width)
 
 
 @triton.jit

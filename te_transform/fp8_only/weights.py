@@ -82,8 +82,8 @@ class FP8Weight(_WithoutMemory, FP8Only):
             all_values[start : start + len(self)] = values
             self.whole.quantize_(all_values)
             return self
-        held, inverse = _rounded_to_fp8(values.to(self.device))
-        for own, new in ((self.held, held), (self.inverse, inverse)):
+        rounded, inverse = _rounded_to_fp8(values.to(self.device))
+        for own, new in ((self.held, rounded), (self.inverse, inverse)):
             own.copy_(new)
             increment_version(own)  # __torch_dispatch__ runs below autograd, which counts versions
         return self
@@ -160,11 +160,11 @@ class FP8Weight(_WithoutMemory, FP8Only):
         return FP8Weight(inner["held"], inner["inverse"], dtype)
 
     def __deepcopy__(self, memo: dict) -> Tensor:
-        made = _new_weight(
+        twin = _new_weight(
             self.held.clone(), self.inverse.clone(), self.dtype, isinstance(self, nn.Parameter)
         )
-        memo[id(self)] = made
-        return made
+        memo[id(self)] = twin
+        return twin
 
     def __reduce_ex__(self, protocol: Any) -> tuple:
         return _new_weight, (self.held.clone(), self.inverse, self.dtype, isinstance(self, nn.Parameter))
@@ -180,9 +180,9 @@ class View(_WithoutMemory):
 
     @staticmethod
     def __new__(cls, values: Tensor) -> View:
-        made = values.as_subclass(cls)
-        made.values = values
-        return made
+        view = values.as_subclass(cls)
+        view.values = values
+        return view
 
     def __init__(self, *_: Any): ...
 
@@ -200,8 +200,8 @@ class View(_WithoutMemory):
         return self.values
 
     def __deepcopy__(self, memo: dict) -> Tensor:
-        memo[id(self)] = made = self.values.clone()
-        return made
+        memo[id(self)] = twin = self.values.clone()
+        return twin
 
     def __reduce_ex__(self, protocol: Any) -> tuple:
         return self.values.__reduce_ex__(protocol)

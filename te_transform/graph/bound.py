@@ -52,10 +52,10 @@ def _torch_with(functions: frozenset[Any]) -> ModuleType:
         *path, name = _get_qualified_name(function).split(".")[1:]
         at = top
         for part in path:
-            found = getattr(at, part)
-            if not isinstance(found, ModuleType):
+            attribute = getattr(at, part)
+            if not isinstance(attribute, ModuleType):
                 break  # a class, or an operator with overloads: these are not monkey-patched
-            at = vars(at).setdefault(part, _like(found))
+            at = vars(at).setdefault(part, _like(attribute))
         else:
             setattr(at, name, function)
     return top
@@ -66,6 +66,6 @@ def _like(module: ModuleType) -> ModuleType:
 
     Attributes of modules have the lowest lookup cost.
     """
-    made = ModuleType(module.__name__)
-    made.__getattr__ = partial(getattr, module)
-    return made
+    twin = ModuleType(module.__name__)
+    twin.__getattr__ = partial(getattr, module)
+    return twin

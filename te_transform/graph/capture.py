@@ -135,17 +135,17 @@ def capture(
         times[key] += 1
         before, run.turned_off = run.turned_off, True  # stays True if tracing raises
         with _our_capture(settings), _noting(reasons), within():
-            found = traced(frame, *args, **kwargs)
-        recompiles.note(found, frame)
-        run.turned_off = before or _gives_up(found, code, transformed)
-        if found.frame_exec_strategy.cur_action == FrameAction.RUN_ONLY:
+            converted = traced(frame, *args, **kwargs)
+        recompiles.note(converted, frame)
+        run.turned_off = before or _gives_up(converted, code, transformed)
+        if converted.frame_exec_strategy.cur_action == FrameAction.RUN_ONLY:
             times[key] = MOST_TRACED
             return _run_original_at_limit(key, times)
-        if found.guarded_code is None and transformed:  # every call fails on the transform's tensors
+        if converted.guarded_code is None and transformed:  # every call fails on the transform's tensors
             times[key] = MOST_TRACED + 1
             return _RUN_ORIGINAL
         # a backend may also set `leaves`, only for this call: PyTorch's own forwards share a code object
-        return ConvertFrameReturn(apply_to_code=False) if leaves() else found
+        return ConvertFrameReturn(apply_to_code=False) if leaves() else converted
 
     context.callback = trace_with_settings
     run = context(forward)
@@ -198,12 +198,12 @@ _RUN_ORIGINAL = ConvertFrameReturn(
 )
 
 
-def _gives_up(found: ConvertFrameReturn, code: CodeType, transformed: bool) -> bool:
+def _gives_up(traced: ConvertFrameReturn, code: CodeType, transformed: bool) -> bool:
     """Return True if dynamo has failed on code of the user.
 
     PyTorch's own code does not count. Failures inside a transform do not count: they depend on the tensors.
     """
-    return found.guarded_code is None and not transformed and not trace_rules.check(code)
+    return traced.guarded_code is None and not transformed and not trace_rules.check(code)
 
 
 def _in_transform() -> bool:
@@ -229,7 +229,7 @@ def code_of(captured: fx.GraphModule) -> Callable[..., Any]:
     _LazyGraphModule.force_recompile(captured)  # generates the code
     module = nn.Module()
     vars(module).update(
-        {name: held for name, held in vars(captured).items() if name not in ("_graph", "meta")}
+        {name: attribute for name, attribute in vars(captured).items() if name not in ("_graph", "meta")}
     )
     return MethodType(type(captured).forward, module)
 

@@ -59,17 +59,17 @@ class Items(Content):
         return (), (*base.__iter__(value),)
 
     def put_back(self) -> None:
-        keys, held = self._now()
-        if not (are_the_same(keys, self.keys) and are_the_same(held, self.held)):
+        keys, items = self._now()
+        if not (are_the_same(keys, self.keys) and are_the_same(items, self.held)):
             self._fill(self.held)
 
-    def _fill(self, held: Iterable[Any]) -> None:
+    def _fill(self, items: Iterable[Any]) -> None:
         self.value.clear()
         if issubclass(self.base, dict):
-            for key, item in zip(self.keys, held, strict=True):
+            for key, item in zip(self.keys, items, strict=True):
                 self.base.__setitem__(self.value, key, item)
         else:
-            (self.base.update if self.base is set else self.base.extend)(self.value, held)
+            (self.base.update if self.base is set else self.base.extend)(self.value, items)
 
     def lend(self, copies: Mapping[int, Any]) -> None:
         self._fill([copies.get(id(item), item) for item in self.held])
@@ -124,9 +124,9 @@ class Named(Content):
         """Return the values that the value holds, by name."""
         raise NotImplementedError
 
-    def put(self, name: Any, held: Any) -> None:
+    def put(self, name: Any, item: Any) -> None:
         """Hold a value under a name."""
-        self.value.__dict__[name] = held
+        self.value.__dict__[name] = item
 
     def drop(self, name: Any) -> None:
         """Hold no value under a name any more."""
@@ -136,18 +136,18 @@ class Named(Content):
         now = self.now()
         for name in now.keys() - self.names.keys():
             self.drop(name)
-        for name, held in self.names.items():
-            if name not in now or now[name] is not held:
-                self.put(name, held)
+        for name, item in self.names.items():
+            if name not in now or now[name] is not item:
+                self.put(name, item)
 
     def lend(self, copies: Mapping[int, Any]) -> None:
-        for name, held in self.names.items():
-            if id(held) in copies:
-                self.put(name, copies[id(held)])
+        for name, item in self.names.items():
+            if id(item) in copies:
+                self.put(name, copies[id(item)])
 
     def label(self, inside: Any) -> str:
         named = self.names.items()
-        return next((f".{getattr(name, '__name__', name)}" for name, held in named if held is inside), "")
+        return next((f".{getattr(name, '__name__', name)}" for name, item in named if item is inside), "")
 
 
 class Attributes(Named):
@@ -163,11 +163,11 @@ class Attributes(Named):
     def now(self) -> dict[Any, Any]:
         return {**getattr(self.value, "__dict__", {}), **_in_slots(self.value)}
 
-    def put(self, name: Any, held: Any) -> None:
+    def put(self, name: Any, item: Any) -> None:
         if isinstance(name, types.MemberDescriptorType):
-            name.__set__(self.value, held)
+            name.__set__(self.value, item)
         else:
-            super().put(name, held)
+            super().put(name, item)
 
     def drop(self, name: Any) -> None:
         if isinstance(name, types.MemberDescriptorType):
@@ -191,20 +191,22 @@ def has_slots(kind: type) -> bool:
 def _slots(kind: type) -> Iterator[Any]:
     in_c = defaultdict, BaseException
     own = (vars(each) for each in kind.__mro__ if "__slots__" in vars(each) or issubclass(each, in_c))
-    return (held for names in own for held in names.values() if isinstance(held, types.MemberDescriptorType))
+    return (
+        member for names in own for member in names.values() if isinstance(member, types.MemberDescriptorType)
+    )
 
 
 def _in_slots(value: Any) -> dict[Any, Any]:
-    held = {}
+    values = {}
     for slot in _slots(type(value)):
         with contextlib.suppress(AttributeError):
-            held[slot] = slot.__get__(value)
-    return held
+            values[slot] = slot.__get__(value)
+    return values
 
 
-def objects(held: Any) -> list[Any]:
+def objects(mapping: Any) -> list[Any]:
     """Return the keys and values of a dictionary."""
-    return [*held, *held.values()]
+    return [*mapping, *mapping.values()]
 
 
 def are_the_same(some: Iterable[Any], others: Iterable[Any]) -> bool:

@@ -63,15 +63,15 @@ class OfClass(Named):
         self.root = f"{value.__module__}.{value.__qualname__}"
         self.names = self.now()
         self.inside = [*self.names.values(), *value.__mro__, *type(value).__mro__]
-        held = vars(value).items()
-        self.methods = [(name, function) for name, x in held for function in _attribute_functions(x)]
+        attributes = vars(value).items()
+        self.methods = [(name, function) for name, x in attributes for function in _attribute_functions(x)]
 
     def now(self) -> dict[str, Any]:
-        held = vars(self.value).items()
-        return {name: x for name, x in held if name[:2] != "__" and not hasattr(type(x), "__get__")}
+        attributes = vars(self.value).items()
+        return {name: x for name, x in attributes if name[:2] != "__" and not hasattr(type(x), "__get__")}
 
-    def put(self, name: str, held: Any) -> None:
-        type.__setattr__(self.value, name, held)
+    def put(self, name: str, item: Any) -> None:
+        type.__setattr__(self.value, name, item)
 
     def drop(self, name: str) -> None:
         type.__delattr__(self.value, name)
@@ -80,18 +80,18 @@ class OfClass(Named):
 def constructors_of(kind: type) -> list[types.FunctionType]:
     """Return the functions that construct objects of a class."""
     made_by = (vars(each).get(name) for each in kind.__mro__ for name in _CONSTRUCTORS)
-    return [function for held in made_by for function in _attribute_functions(held)]
+    return [function for attribute in made_by for function in _attribute_functions(attribute)]
 
 
-def _attribute_functions(held: Any) -> list[types.FunctionType]:
+def _attribute_functions(attribute: Any) -> list[types.FunctionType]:
     """Return the functions of a class attribute: a method, or the accessors of a property."""
-    if isinstance(held, property):
-        found = [held.fget, held.fset, held.fdel]
-    elif isinstance(held, (classmethod, staticmethod)):
-        found = [held.__func__]
+    if isinstance(attribute, property):
+        functions = [attribute.fget, attribute.fset, attribute.fdel]
+    elif isinstance(attribute, (classmethod, staticmethod)):
+        functions = [attribute.__func__]
     else:
-        found = [getattr(held, "func", held)]  # of functools.cached_property
-    return [each for each in found if isinstance(each, types.FunctionType)]
+        functions = [getattr(attribute, "func", attribute)]  # of functools.cached_property
+    return [each for each in functions if isinstance(each, types.FunctionType)]
 
 
 class OfFunction(Named):
@@ -107,14 +107,14 @@ class OfFunction(Named):
         self.inside = [*self.names.values(), value.__dict__, value.__defaults__, value.__kwdefaults__]
 
     def now(self) -> dict[str, Any]:
-        held = {}
+        contents = {}
         for name, cell in self.cells.items():
             with contextlib.suppress(ValueError):  # the variable has no value
-                held[name] = cell.cell_contents
-        return held
+                contents[name] = cell.cell_contents
+        return contents
 
-    def put(self, name: str, held: Any) -> None:
-        self.cells[name].cell_contents = held
+    def put(self, name: str, item: Any) -> None:
+        self.cells[name].cell_contents = item
 
     def drop(self, name: str) -> None:
         del self.cells[name].cell_contents
@@ -134,19 +134,19 @@ class OfModule(Named):
         """Record a variable, and return its value, or None if it has none or is recorded already."""
         if name in self.names or (name not in self.value and hasattr(builtins, name)):
             return None
-        held = self.names[name] = self.value.get(name, _NOT_STATIC)
-        return None if held is _NOT_STATIC else held
+        item = self.names[name] = self.value.get(name, _NOT_STATIC)
+        return None if item is _NOT_STATIC else item
 
     def now(self) -> dict[str, Any]:
         return {name: self.value.get(name, _NOT_STATIC) for name in self.names}
 
-    def put(self, name: str, held: Any) -> None:
+    def put(self, name: str, item: Any) -> None:
         if isinstance(self.value.get(name), types.ModuleType):  # imported by the forward
             return
-        if held is _NOT_STATIC:
+        if item is _NOT_STATIC:
             del self.value[name]
         else:
-            self.value[name] = held
+            self.value[name] = item
 
 
 class Code:
@@ -190,18 +190,18 @@ class Code:
 
     def mention(self, function: types.FunctionType) -> list[types.FunctionType | tuple[_Globals, str]]:
         """Return the module variables and methods that a function may read and call."""
-        found: list[Any] = []
+        mentioned: list[Any] = []
         if not self.follows(home_of(function)):
-            return found
+            return mentioned
         for name in _mentioned_names(function.__code__):
-            found.append((function.__globals__, name))
+            mentioned.append((function.__globals__, name))
             if name in _OF_ANOTHER_TIME:  # of the mentioned class, or of a base class
                 continue
             if name not in self.mentioned:
                 self.mentioned.add(name)
                 waiting = self._waiting.pop(name, ())
-                found += ((each, name) if isinstance(each, dict) else each for each in waiting)
-        return found
+                mentioned += ((each, name) if isinstance(each, dict) else each for each in waiting)
+        return mentioned
 
 
 @functools.lru_cache(maxsize=10_000)

@@ -168,11 +168,11 @@ def _copy_of(value: Any) -> Any:
     if not isinstance(value, Iterator):
         return value
     make, arguments, *state = value.__reduce__()
-    made = make(*map(_copy_of, arguments))
+    twin = make(*map(_copy_of, arguments))
     if state and state[0] is not None:
         parts = state[0]  # iterators such as itertools.cycle() fill lists
-        made.__setstate__(tuple(map(_copy_of_state, parts)) if isinstance(parts, tuple) else parts)
-    return made
+        twin.__setstate__(tuple(map(_copy_of_state, parts)) if isinstance(parts, tuple) else parts)
+    return twin
 
 
 def _copy_of_state(part: Any) -> Any:
@@ -237,8 +237,8 @@ def _in_cell(value: types.CellType) -> list[Any]:
 
 def _set_cell(value: types.CellType, state: list[Any]) -> None:
     del value.cell_contents
-    for held in state:
-        value.cell_contents = held
+    for item in state:
+        value.cell_contents = item
 
 
 _OF_ERROR = "args", "__cause__", "__context__", "__traceback__"
@@ -249,8 +249,8 @@ def _in_error(value: BaseException) -> list[Any]:
 
 
 def _set_error(value: BaseException, state: list[Any]) -> None:
-    for name, held in zip(_OF_ERROR, state, strict=True):
-        setattr(value, name, held)
+    for name, attribute in zip(_OF_ERROR, state, strict=True):
+        setattr(value, name, attribute)
 
 
 def _by(*how: Callable[..., Any], **more: Callable[..., Any]) -> Callable[[Any], Content]:
@@ -309,10 +309,10 @@ def kind_of(kind: type) -> Callable[[Any], Content | None] | None:
     """Return the function that takes a snapshot of objects of a C class, or None if there is none."""
     if kind.__module__ in _HANDLES:
         return _of_handle
-    found = next((content for kinds, content in _LIBRARY_READERS if issubclass(kind, kinds)), None)
-    if found is None and (numpy := sys.modules.get("numpy")) is not None:
-        found = _reader_of_numpy(kind, numpy)
+    reader = next((content for kinds, content in _LIBRARY_READERS if issubclass(kind, kinds)), None)
+    if reader is None and (numpy := sys.modules.get("numpy")) is not None:
+        reader = _reader_of_numpy(kind, numpy)
     is_in_c = kind.__module__.partition(".")[0] in ("builtins", "itertools", "_csv", "torch")
-    if found is None and ((is_in_c and hasattr(kind, "__next__")) or hasattr(kind, "hexdigest")):
-        found = copied
-    return found
+    if reader is None and ((is_in_c and hasattr(kind, "__next__")) or hasattr(kind, "hexdigest")):
+        reader = copied
+    return reader

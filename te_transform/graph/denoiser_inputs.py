@@ -158,16 +158,16 @@ def _argument(
     model: nn.Module, forms: _Forms, parameter: inspect.Parameter, length: int, width: int, is_required: bool
 ) -> Argument:
     """Return the argument of a parameter, in the likeliest form for its name."""
-    found = (
+    fitting = (
         (name or parameter.name) for words, name in _LIKELIEST.items() if re.search(words, parameter.name)
     )
-    likeliest = next(found, "rows")
+    likeliest = next(fitting, "rows")
     names = (likeliest, *(name for name in _OTHERS if name != likeliest))
     if likeliest == "positions":
         width = len(_config_entry(model, "axes_dims_rope") or range(_AXES))
     is_of_text = likeliest in ("mask", "lengths")
-    made = _as_annotated([getattr(forms, name) for name in names], parameter)
-    return Argument(made, 0 if is_of_text else length, width, is_required)
+    given = _as_annotated([getattr(forms, name) for name in names], parameter)
+    return Argument(given, 0 if is_of_text else length, width, is_required)
 
 
 def _as_annotated(forms: list[Form], parameter: inspect.Parameter) -> tuple[Form, ...]:

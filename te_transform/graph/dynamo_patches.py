@@ -44,9 +44,9 @@ def call_after(act: Callable[..., None]) -> Callable[[Any], Any]:
     def wrap(own: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(own)
         def call(*args: Any, **kwargs: Any) -> Any:
-            found = own(*args, **kwargs)
+            out = own(*args, **kwargs)
             act(*args, **kwargs)
-            return found
+            return out
 
         return call
 

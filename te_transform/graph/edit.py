@@ -138,7 +138,7 @@ def evaluate(node: fx.Node) -> Any:
     """Evaluate the node on the fake tensors of its arguments."""
     args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), node_info.value)
     # use the mode of the tensors: while dynamo calls a backend, another mode is current
-    modes = (held.fake_mode for held in tree_leaves((args, kwargs)) if isinstance(held, FakeTensor))
+    modes = (leaf.fake_mode for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, FakeTensor))
     mode = next(modes, nullcontext())
     # with the Python dispatcher, composite C++ ops accept symbolic sizes
     with ExitStack() as stack:
@@ -155,12 +155,12 @@ def _batch_sizes(arguments: Any) -> list[Any]:
     Fake tensors of a finished vmap() are valid only inside a vmap() of the same depth.
     """
     sizes: dict[int, Any] = {}
-    for held in tree_leaves(arguments):
-        while isinstance(held, torch.Tensor) and is_functorch_wrapped_tensor(held):
-            level, inner = maybe_get_level(held), get_unwrapped(held)
-            if is_batchedtensor(held):
-                sizes[level] = inner.shape[maybe_get_bdim(held)]
-            held = inner
+    for leaf in tree_leaves(arguments):
+        while isinstance(leaf, torch.Tensor) and is_functorch_wrapped_tensor(leaf):
+            level, inner = maybe_get_level(leaf), get_unwrapped(leaf)
+            if is_batchedtensor(leaf):
+                sizes[level] = inner.shape[maybe_get_bdim(leaf)]
+            leaf = inner
     return [sizes.get(level, 1) for level in range(1, max(sizes, default=0) + 1)]
 
 
@@ -176,20 +176,20 @@ def concrete(graph: fx.Graph, at: fx.Node, args: Any) -> Any:
 def _size_node(graph: fx.Graph, at: fx.Node, size: torch.SymInt) -> fx.Node | int:
     if (number := size.node.maybe_as_int()) is not None:
         return number
-    found = None
+    dimension = None
     for node in graph.nodes:
         if node is at:
             break
-        held = node_info.value(node)
-        if isinstance(held, torch.SymInt) and statically_known_true(held == size):
+        known = node_info.value(node)
+        if isinstance(known, torch.SymInt) and statically_known_true(known == size):
             return node
-        if isinstance(held, torch.Tensor) and found is None:
-            dims = [d for d, s in enumerate(held.shape) if statically_known_true(s == size)]
-            found = (node, dims[0]) if dims else None
-    if found is None:
+        if isinstance(known, torch.Tensor) and dimension is None:
+            dims = [d for d, s in enumerate(known.shape) if statically_known_true(s == size)]
+            dimension = (node, dims[0]) if dims else None
+    if dimension is None:
         raise LookupError(f"expected a node with the size {size} before {at.name}, got none")
     with graph.inserting_before(at):
-        node = graph.call_function(torch.ops.aten.sym_size.int, found)
+        node = graph.call_function(torch.ops.aten.sym_size.int, dimension)
     node.meta = {"example_value": size, "path": "", "region": at.meta.get("region", 0)}
     return node
 
@@ -266,18 +266,18 @@ def read_shards(node: fx.Node, args: tuple, target: str | None = None) -> None:
 
 
 def _as_before(node: fx.Node) -> Callable[[torch.Tensor], torch.Tensor]:
-    before = next(held for held in tree_leaves(node_info.value(node)) if isinstance(held, torch.Tensor))
-    return lambda made: made.detach().requires_grad_(before.requires_grad)
+    before = next(leaf for leaf in tree_leaves(node_info.value(node)) if isinstance(leaf, torch.Tensor))
+    return lambda result: result.detach().requires_grad_(before.requires_grad)
 
 
-def with_shape(held: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """Return a fake tensor like `held` with another shape; a parameter if `held` is a parameter."""
-    mode = held.fake_mode if isinstance(held, FakeTensor) else nullcontext()
+def with_shape(like: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """Return a fake tensor like `like` with another shape; a parameter if `like` is a parameter."""
+    mode = like.fake_mode if isinstance(like, FakeTensor) else nullcontext()
     with unset_fake_temporarily(), mode, torch.no_grad():
-        made = torch.empty(tuple(shape), dtype=held.dtype, device=held.device)
-    if isinstance(held, torch.nn.Parameter):
-        return torch.nn.Parameter(made, held.requires_grad)
-    return made.requires_grad_(held.requires_grad)
+        tensor = torch.empty(tuple(shape), dtype=like.dtype, device=like.device)
+    if isinstance(like, torch.nn.Parameter):
+        return torch.nn.Parameter(tensor, like.requires_grad)
+    return tensor.requires_grad_(like.requires_grad)
 
 
 def erase_unread(graph: fx.Graph, nodes: Iterable[fx.Node]) -> None:
@@ -420,9 +420,9 @@ def read_aside(outputs: Sequence[fx.Node], boundary: Collection[fx.Node]) -> set
 def needed(outputs: Iterable[fx.Node], boundary: Iterable[fx.Node]) -> tuple[set[fx.Node], set[fx.Node]]:
     """Return the operations that compute `outputs`, and their inputs: the boundary and placeholders."""
     ends = {*boundary}
-    found = node_info.computed_from(outputs, ends.__contains__)
-    inputs = ends | {node for node in found if node.op == "placeholder"}
-    return found - inputs, inputs
+    operations = node_info.computed_from(outputs, ends.__contains__)
+    inputs = ends | {node for node in operations if node.op == "placeholder"}
+    return operations - inputs, inputs
 
 
 def _module_of(
@@ -526,11 +526,11 @@ def _is_barrier(node: fx.Node) -> bool:
 
 def _factor_argument(graph: fx.Graph, number: int, like: fx.Node) -> fx.Node:
     last = next(node for node in reversed(graph.nodes) if node.op == "placeholder")
-    held = node_info.value(like)
-    with graph.inserting_after(last), unset_fake_temporarily(), held.fake_mode:
+    tensor = node_info.value(like)
+    with graph.inserting_after(last), unset_fake_temporarily(), tensor.fake_mode:
         node = graph.placeholder(f"factor_of_layer_{number}")
-        dtype = torch.promote_types(held.dtype, torch.float32)
-        node.meta["example_value"] = torch.ones((), dtype=dtype, device=held.device)
+        dtype = torch.promote_types(tensor.dtype, torch.float32)
+        node.meta["example_value"] = torch.ones((), dtype=dtype, device=tensor.device)
     node._dynamo_source = None  # nowhere in the model
     return node
 
@@ -574,20 +574,20 @@ def with_known(
             last.meta["tensor_dict"] = {"_dynamo_static_input_type": "unguarded"}
         return last
 
-    for node, held in values.items():
+    for node, known in values.items():
         twin = twins[node.name]
-        replacement = tree_map_only(torch.Tensor, lambda _, stays=node in staying: argument(stays), held)
-        if isinstance(held, fx.GraphModule):
-            replacement = _inline(graph, held, twin)
+        replacement = tree_map_only(torch.Tensor, lambda _, stays=node in staying: argument(stays), known)
+        if isinstance(known, fx.GraphModule):
+            replacement = _inline(graph, known, twin)
         for user in list(twin.users):
             read_instead(user, twin, replacement)
         graph.erase_node(twin)
-    made: dict[int, fx.Node] = {}
+    arguments: dict[int, fx.Node] = {}
 
     def once(tensor: torch.Tensor) -> fx.Node:
-        if tensor.data_ptr() not in made:
-            made[tensor.data_ptr()] = argument(stays=True)
-        return made[tensor.data_ptr()]
+        if tensor.data_ptr() not in arguments:
+            arguments[tensor.data_ptr()] = argument(stays=True)
+        return arguments[tensor.data_ptr()]
 
     for node, keywords in more.items():
         twin = twins[node.name]
@@ -618,9 +618,9 @@ def name_model_tensors(captured: fx.GraphModule, arguments: Sequence[Any]) -> fx
         if name:
             root[name] = argument
             with graph.inserting_after(twin):
-                held = graph.create_node("get_attr", name)
-            held.meta = dict(twin.meta)
-            twin.replace_all_uses_with(held)
+                attribute = graph.create_node("get_attr", name)
+            attribute.meta = dict(twin.meta)
+            twin.replace_all_uses_with(attribute)
             graph.erase_node(twin)
     for node in graph.nodes:
         node.meta["path"], node.meta["class"] = node_info.path_of(node), node_info.class_of(node)
@@ -633,8 +633,8 @@ def snapshot(graph: fx.Graph) -> fx.Graph:
     copied, twins = copy_by_name(graph)
     kept = ("path", "region", "example_value", "fused", "origin", "spelled", "outcome", "argument")
     for node in graph.nodes:
-        held = {key: node.meta[key] for key in kept if key in node.meta}
-        twins[node.name].meta = {**held, "source": node_info.source_of(node)}
+        metadata = {key: node.meta[key] for key in kept if key in node.meta}
+        twins[node.name].meta = {**metadata, "source": node_info.source_of(node)}
     return copied
 
 

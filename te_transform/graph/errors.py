@@ -29,8 +29,8 @@ def in_a_line(error: BaseException) -> str:
     """Return the class of an error and the first line of its message; a printed module is cut short."""
     lines = message_of(error).strip().splitlines()
     is_module = len(lines) > 1 and lines[0].endswith("(")  # a line for each module inside
-    told = [f"{lines[0]}...{lines[-1]}"] if is_module else lines[:1]
-    return ": ".join((type(error).__name__, *told))
+    text = [f"{lines[0]}...{lines[-1]}"] if is_module else lines[:1]
+    return ": ".join((type(error).__name__, *text))
 
 
 def raised_at(error: BaseException) -> str:

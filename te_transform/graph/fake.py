@@ -56,8 +56,8 @@ def faked(model: nn.Module, arguments: Any) -> Iterator[Any]:
         if not tensor.is_meta:
             return mode.from_tensor(tensor, static_shapes=True)
         with mode:
-            made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
-        return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+            twin = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+        return nn.Parameter(twin, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else twin
 
     tensors = {name: fake(t) for name, t in (*model.named_parameters(), *model.named_buffers())}
     arguments = tree_map_only(Tensor, fake, arguments)

@@ -75,13 +75,13 @@ class _Operations(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         try:
-            found = func(*args, **(kwargs or {}))
+            out = func(*args, **(kwargs or {}))
         except Exception:
             tensors = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
             self.failed = tuple(tuple(tensor.shape) for tensor in tensors)
             raise
         self.count, self.failed = self.count + 1, ()
-        return found
+        return out
 
 
 def furthest(model: nn.Module, guess: Guess) -> dict[str, Any]:
@@ -106,8 +106,8 @@ def _further(model: nn.Module, best: _Attempt) -> _Attempt | None:
     more = [_with_change(best.guess, name, is_passed=True) for name in absent]
     changes = more if best.misses else itertools.chain(_resized(best), _reformed(best.guess), more)
     attempts = (_attempt(model, each) for each in changes)
-    found = next((attempt for attempt in attempts if attempt.is_further_than(best)), None)
-    return found or (_attempt(model, more[0]) if best.misses and more else None)
+    further = next((attempt for attempt in attempts if attempt.is_further_than(best)), None)
+    return further or (_attempt(model, more[0]) if best.misses and more else None)
 
 
 def _with_change(guess: Guess, name: str, **change: Any) -> Guess:

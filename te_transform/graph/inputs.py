@@ -73,20 +73,20 @@ class Inputs:
 
 def _remarks(model: nn.Module, inputs: Inputs) -> str:
     """Return possible reasons why the model fails on the inputs."""
-    found = ""
+    remarks = ""
     given = (*inputs.args, *inputs.kwargs.values())
     if any(isinstance(each, list) or type(each).__module__ == "numpy" for each in given):
-        found += " The inputs have lists or arrays; pass tensors: tokenizer(text, return_tensors='pt')."
+        remarks += " The inputs have lists or arrays; pass tensors: tokenizer(text, return_tensors='pt')."
     tensors = [leaf for leaf in tree_leaves(given) if isinstance(leaf, torch.Tensor)]
     if any(tensor.is_nested for tensor in tensors):
-        found += (
+        remarks += (
             " The conversion calls the model in training mode, in which PyTorch's own modules take no nested"
             " tensor: pass padded tensors and a padding mask as example_inputs, such as src_key_padding_mask."
         )
     of_inputs, of_model = _devices(tensors), _devices(model.parameters())
     if of_inputs and of_model not in ("", "meta", of_inputs):  # a model on meta accepts inputs on any device
-        found += f" The model is on {of_model}, the inputs are on {of_inputs}."
-    return found
+        remarks += f" The model is on {of_model}, the inputs are on {of_inputs}."
+    return remarks
 
 
 def _devices(tensors: Iterable[torch.Tensor]) -> str:
@@ -325,13 +325,13 @@ def _candidates(model: nn.Module, batch: int, length: int, most: int) -> list[In
     like = next(floats, torch.empty(0, dtype=torch.float32, device="cpu"))
     named = denoiser_arguments(model, batch, length)
     denoised = [] if named is None else [Inputs((), named)]
-    found = [*denoised, *_by_position(model, batch, length, most, like)]
-    if not found:
+    candidates = [*denoised, *_by_position(model, batch, length, most, like)]
+    if not candidates:
         raise InputError(
             f"expected example inputs, got none, and none can be generated for {type(model).__name__}."
             f"forward({_parameters_text(model)}); {_ASK}"
         )
-    return found
+    return candidates
 
 
 def _by_position(model: nn.Module, batch: int, length: int, most: int, like: torch.Tensor) -> list[Inputs]:

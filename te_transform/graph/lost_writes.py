@@ -45,11 +45,11 @@ def _property_setter(own: Callable[..., Any]) -> Callable[..., Any]:
         self: Any, tx: Any, name: VariableTracker, value: VariableTracker, directly_update_dict: bool = False
     ) -> Any:
         key = name.as_python_constant() if name.is_python_constant() else ""
-        found = inspect.getattr_static(type(self.value), key, None)
-        if directly_update_dict or not (isinstance(found, property) and found.fset):
+        attribute = inspect.getattr_static(type(self.value), key, None)
+        if directly_update_dict or not (isinstance(attribute, property) and attribute.fset):
             return own(self, tx, name, value, directly_update_dict)
         guard_class_attribute(self.value, key)
-        trace = VariableTracker.build(tx, found.fset).call_function
+        trace = VariableTracker.build(tx, attribute.fset).call_function
         return trace(tx, [self, value], {})
 
     return set_attribute
@@ -98,5 +98,5 @@ def _as_variables() -> AbstractContextManager[Any]:
     return patch.object(ConstantVariable, "is_literal", lambda *_: False)
 
 
-def _is_changeable(held: Any) -> bool:
-    return type(held) in (list, set) or (type(held) is tuple and any(map(_is_changeable, held)))
+def _is_changeable(item: Any) -> bool:
+    return type(item) in (list, set) or (type(item) is tuple and any(map(_is_changeable, item)))

@@ -74,18 +74,18 @@ def _id(key: str) -> str:
 
 def _root(model: nn.Module, outermost: dict[str, str], own: dict[str, Any]) -> nn.Module | None:
     """Return the captured module, or None. A wrapper may hand on the attributes of what it wraps."""
-    found = next((module for module in model.modules() if _is_root(module, outermost, own)), None)
-    while found is not None and len(inside := [*found.children()]) == 1 and _is_root(*inside, outermost, own):
-        (found,) = inside
-    return found
+    root = next((module for module in model.modules() if _is_root(module, outermost, own)), None)
+    while root is not None and len(inside := [*root.children()]) == 1 and _is_root(*inside, outermost, own):
+        (root,) = inside
+    return root
 
 
 def _is_root(module: nn.Module, outermost: dict[str, str], own: dict[str, Any]) -> bool:
     """Return True if dynamo's paths lead from the module to these submodules, parameters and buffers."""
     reached = {key: _object_at(module, path) for key, path in outermost.items()}
-    found = [str(id(part)) == key for key, part in reached.items() if part is not None]
-    found += [_object_at(module, name) is held for name, held in own.items()]
-    return bool(found) and all(found)
+    matches = [str(id(part)) == key for key, part in reached.items() if part is not None]
+    matches += [_object_at(module, name) is tensor for name, tensor in own.items()]
+    return bool(matches) and all(matches)
 
 
 def _stored_at(node: fx.Node) -> tuple[str, str] | None:
@@ -126,9 +126,9 @@ def _name_arguments(placeholders: Sequence[fx.Node], root: nn.Module) -> None:
     stored = [source_of(node) for node in placeholders if name_in_model(node)]
     for node in placeholders:
         source = source_of(node)
-        if name_in_model(node) or (found := _ARGUMENT.fullmatch(source)) is None:
+        if name_in_model(node) or (matched := _ARGUMENT.fullmatch(source)) is None:
             continue
-        variable, index, key, rest = found.groups()
+        variable, index, key, rest = matched.groups()
         if variable in parameters and parameters[variable].kind is not Parameter.VAR_KEYWORD:
             node.meta["argument"] = source.replace(f"L['{variable}']", variable, 1)
         elif key is not None:
@@ -142,7 +142,7 @@ def _name_arguments(placeholders: Sequence[fx.Node], root: nn.Module) -> None:
 def _name_parameter(node: fx.Node, root: nn.Module, names: dict[str, str]) -> None:
     """Name the parameter after the module that it is read from, even if other modules share it."""
     path, _ = _stored_at(node) or ("", "")
-    found = names.get(str(id(_object_at(root, path)))) if path else None
-    if found is not None and found != name_in_model(node).rpartition(".")[0]:
-        held = "".join(f"._modules['{part}']" for part in found.split("."))
-        node.meta["source"] = f"L['self']{held}._{source_of(node).rpartition('._')[2]}"
+    home = names.get(str(id(_object_at(root, path)))) if path else None
+    if home is not None and home != name_in_model(node).rpartition(".")[0]:
+        steps = "".join(f"._modules['{part}']" for part in home.split("."))
+        node.meta["source"] = f"L['self']{steps}._{source_of(node).rpartition('._')[2]}"

@@ -120,10 +120,10 @@ def memory_of(node: fx.Node) -> int:
 
     Sparse tensors have no storage. For these, return the id of the tensor.
     """
-    held = value(node)
-    while is_functorch_wrapped_tensor(held):
-        held = get_unwrapped(held)
-    return held.untyped_storage()._cdata if held.layout is torch.strided else id(held)
+    tensor = value(node)
+    while is_functorch_wrapped_tensor(tensor):
+        tensor = get_unwrapped(tensor)
+    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)
 
 
 def is_parameter(node: Any) -> bool:
@@ -185,14 +185,14 @@ def reached(
 
     Nodes for which `where` is False are left out, and paths end at them.
     """
-    found: dict[fx.Node, None] = {}
+    nodes: dict[fx.Node, None] = {}
     waiting = [*roots]
     while waiting:
         node = waiting.pop()
-        if node not in found and where(node):
-            found[node] = None
+        if node not in nodes and where(node):
+            nodes[node] = None
             waiting += following(node)
-    return [*found]
+    return [*nodes]
 
 
 def computed_from(
@@ -204,14 +204,14 @@ def computed_from(
 
 def without_gradients(graph: fx.Graph) -> set[fx.Node]:
     """Return the nodes that run while the graph itself has switched gradients off, as in torch.no_grad()."""
-    found: set[fx.Node] = set()
+    inside: set[fx.Node] = set()
     enabled = True
     for node in graph.nodes:
         if called(node) == "_set_grad_enabled":
             enabled = bool(node.args[0])
         elif not enabled:
-            found.add(node)
-    return found
+            inside.add(node)
+    return inside
 
 
 def modules_of(node: fx.Node) -> list[tuple[str, str]]:
@@ -257,16 +257,16 @@ def replaced_function(graph: fx.Graph) -> str | None:
             homes = (sys.modules.get(module),)
         elif isinstance(function, BuiltinFunctionType) and module is None:
             homes = _FUNCTION_MODULES
-        found = [getattr(home, function.__name__) for home in homes if hasattr(home, function.__name__)]
-        if found and all(held is not function for held in found):
+        functions = [getattr(home, function.__name__) for home in homes if hasattr(home, function.__name__)]
+        if functions and all(now is not function for now in functions):
             return f"{module or 'torch'}.{function.__name__}"
     return None
 
 
 def returned(graph: fx.Graph) -> Any:
     """Return the outputs of a captured graph: nodes, and values that are constant in all calls."""
-    (found,) = next(node for node in graph.nodes if node.op == "output").args
-    return found
+    (outputs,) = next(node for node in graph.nodes if node.op == "output").args
+    return outputs
 
 
 def writes(node: fx.Node) -> bool:
@@ -430,8 +430,8 @@ def goes_into_products(node: fx.Node) -> bool:
 
 def size_of(node: fx.Node) -> Any:
     """Return the symbolic or plain integer that the node computes, or None if it is not an integer."""
-    held = value(node)
-    return held if isinstance(held, (int, torch.SymInt)) and not isinstance(held, bool) else None
+    size = value(node)
+    return size if isinstance(size, (int, torch.SymInt)) and not isinstance(size, bool) else None
 
 
 def argument(node: fx.Node, name: str) -> Any:

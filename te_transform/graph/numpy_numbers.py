@@ -85,11 +85,11 @@ def _is_as_in_numpy(node: fx.Node) -> bool:
     try:
         args, kwargs = map_arg((node.args, node.kwargs), _zeros)
         with numpy.errstate(all="ignore"):
-            made = _function_of_numpy(node.target)(*args, **kwargs)
+            result = _function_of_numpy(node.target)(*args, **kwargs)
     except Exception:  # not a function of numpy, or not for zeros
         return False
-    is_kind = isinstance(made, numpy.ndarray if ndim else numpy.generic)
-    return is_kind and (made.ndim, made.dtype.name) == (ndim, _dtype_name(node))
+    is_kind = isinstance(result, numpy.ndarray if ndim else numpy.generic)
+    return is_kind and (result.ndim, result.dtype.name) == (ndim, _dtype_name(node))
 
 
 def _zeros(node: fx.Node) -> Any:
@@ -108,7 +108,7 @@ def _function_of_numpy(target: Any) -> Callable[..., Any]:
     if isinstance(target, utils.numpy_to_tensor_wrapper):
         return next(own for own, traced in misc.get_np_to_tnp_map().items() if traced is target.f)
     if isinstance(target, utils.numpy_method_wrapper):
-        return lambda held, *args, **kwargs: getattr(held, target.method)(*args, **kwargs)
+        return lambda array, *args, **kwargs: getattr(array, target.method)(*args, **kwargs)
     if isinstance(target, utils.numpy_operator_wrapper):
         return target.op
     return getattr if target is utils.numpy_attr_wrapper else target  # such as operator.getitem
@@ -149,8 +149,8 @@ def _numbers_of_graphs(own: Callable[..., Any]) -> Callable[..., Any]:
 
 def _array_or_number(value: Any) -> Any:
     """Return the array of a graph's tensor, or the number of a tensor without dimensions."""
-    made = utils.to_numpy_helper(value)
-    return made if made.shape else made[()]
+    array = utils.to_numpy_helper(value)
+    return array if array.shape else array[()]
 
 
 def _check_class(self: BuiltinVariable, _: Any, args: Any, *__: Any) -> None:

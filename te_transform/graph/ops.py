@@ -154,10 +154,10 @@ def filled(scores: Tensor, mask: Tensor | None, fill: float | None, hidden: Tens
     """
     if mask is not None and mask.dtype is torch.bool:
         return scores.masked_fill(~mask, fill)
-    found = scores if mask is None else scores + mask
+    masked = scores if mask is None else scores + mask
     if hidden is None:
-        return found
-    return torch.where(hidden, mask if fill is None else fill, found).to(found.dtype)
+        return masked
+    return torch.where(hidden, mask if fill is None else fill, masked).to(masked.dtype)
 
 
 def _with_sinks(sinks: Tensor, query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:

@@ -44,7 +44,7 @@ class Match:
 
 @dataclass(frozen=True)
 class Miss:
-    """A failed match: the nodes that matched, root first, and the value `found` in place of `wanted`."""
+    """A failed match: the nodes that matched, root first, and the value `found` instead of `wanted`."""
 
     nodes: tuple[fx.Node, ...]
     found: Any
@@ -54,10 +54,10 @@ class Miss:
 Misses = list[Miss] | None  # None: misses are not collected
 
 
-def note(misses: Misses, so_far: Match, found: Any, wanted: Pattern) -> None:
+def note(misses: Misses, so_far: Match, value: Any, wanted: Pattern) -> None:
     """Append a miss to `misses`, unless `misses` is None."""
     if misses is not None:
-        misses.append(Miss(so_far.nodes, found, wanted))
+        misses.append(Miss(so_far.nodes, value, wanted))
 
 
 def _either(roots: Iterable[frozenset[Callable]]) -> frozenset[Callable]:
@@ -255,8 +255,8 @@ class Read(Pattern):
 
     def match(self, value: Any, so_far: Match, misses: list[Miss]) -> Iterator[Match]:
         for match in self.inner.match(value, replace(so_far, nodes=()), misses):
-            found = (held for name, held in match.bound.items() if name not in so_far.bound)
-            read = (node for node in (*match.nodes, *found) if isinstance(node, fx.Node))
+            values = (bound for name, bound in match.bound.items() if name not in so_far.bound)
+            read = (node for node in (*match.nodes, *values) if isinstance(node, fx.Node))
             if not any(node.meta.get("written") for node in read):
                 yield replace(match, nodes=so_far.nodes)
 
@@ -279,18 +279,18 @@ def within(pattern: Pattern | Siblings) -> list[Pattern | Siblings]:
 
     The parts of third-party pattern classes are unknown.
     """
-    found: dict[int, Pattern | Siblings] = {}
+    patterns: dict[int, Pattern | Siblings] = {}
     waiting = [pattern]
     while waiting:
         part = waiting.pop()
-        if id(part) in found:
+        if id(part) in patterns:
             continue
-        found[id(part)] = part
+        patterns[id(part)] = part
         choices = (choice for _, choice in getattr(part, "choices", ()))
-        held = (getattr(part, name, ()) for name in ("args", "operands", "items"))
-        inner = chain(*held, choices, (getattr(part, "inner", None),))
+        groups = (getattr(part, name, ()) for name in ("args", "operands", "items"))
+        inner = chain(*groups, choices, (getattr(part, "inner", None),))
         waiting += reversed([part for part in inner if isinstance(part, Pattern)])
-    return list(found.values())
+    return list(patterns.values())
 
 
 def targets_of(pattern: Pattern | Siblings) -> tuple[Any, ...]:
@@ -339,8 +339,8 @@ def find(pattern: Pattern | Siblings, graph: fx.Graph, misses: list[Miss] | None
         if node._erased or (pattern.roots and node.target not in pattern.roots):
             continue
         stopped: Misses = None if misses is None else []
-        found = pattern.match(node, Match(), stopped)
-        match = next((match for match in found if len({*map(part, match.nodes)}) < 2), None)
+        matches = pattern.match(node, Match(), stopped)
+        match = next((match for match in matches if len({*map(part, match.nodes)}) < 2), None)
         if match is not None:
             yield match
         elif stopped and any(miss.nodes for miss in stopped):

@@ -86,13 +86,13 @@ def calls_towards(
     def is_inside(node: fx.Node) -> bool:
         return is_passed(node) and passes(node)
 
-    found = reached(
+    nodes = reached(
         [root] if isinstance(root, fx.Node) else [],
         lambda node: node.all_input_nodes if is_inside(node) else (),
         lambda node: _dtype_held(node) not in _INDICES and not is_model_tensor(node),
     )
-    inside = set(filter(is_inside, found))
-    values = {node for node in found if _dtype_held(node) is not torch.bool}
+    inside = set(filter(is_inside, nodes))
+    values = {node for node in nodes if _dtype_held(node) is not torch.bool}
     return sorted(inside), sorted(values - inside)
 
 
@@ -104,9 +104,9 @@ def call_names(nodes: list[fx.Node]) -> tuple[str, ...]:
 
 def _dtype_held(node: fx.Node) -> torch.dtype | None:
     """Return the dtype of a tensor, or of the parts of a split or of an unbind; None for other values."""
-    held = value(node)
-    held = held[0] if isinstance(held, (tuple, list)) and held else held
-    return held.dtype if isinstance(held, Tensor) else None
+    tensor = value(node)
+    tensor = tensor[0] if isinstance(tensor, (tuple, list)) and tensor else tensor
+    return tensor.dtype if isinstance(tensor, Tensor) else None
 
 
 def is_passed(node: fx.Node) -> bool:

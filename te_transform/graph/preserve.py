@@ -89,8 +89,8 @@ def _numbers_of_parameters(model: nn.Module, original: nn.Module | None) -> Iter
     Writes through .data change values without changing the version counter.
     """
     if original is None:
-        held, left = filter(is_plain, model.parameters()), _BYTES_OF_PARAMETERS
-        for parameter in sorted(held, key=lambda parameter: parameter.nbytes):
+        plain, left = filter(is_plain, model.parameters()), _BYTES_OF_PARAMETERS
+        for parameter in sorted(plain, key=lambda parameter: parameter.nbytes):
             if (left := left - parameter.nbytes) >= 0:
                 yield functools.partial(_put_numbers_back, parameter, parameter.detach().clone())
         return

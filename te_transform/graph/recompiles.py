@@ -73,12 +73,14 @@ class Recompiles:
                 return None
         return _DYNAMIC if any(guard.is_of_integer for guard in guards) else {}
 
-    def note(self, found: ConvertFrameReturn, frame: DynamoFrameType) -> None:
+    def note(self, traced: ConvertFrameReturn, frame: DynamoFrameType) -> None:
         """Record the module of a capture: each layer may have its own graph."""
-        if found.guarded_code is not None:
+        if traced.guarded_code is not None:
             module = module_in_frame(frame)
             # a module may be false: its class may have a length
-            self.modules[str(found.guarded_code.compile_id)] = None if module is None else weakref.ref(module)
+            self.modules[str(traced.guarded_code.compile_id)] = (
+                None if module is None else weakref.ref(module)
+            )
 
     def _is_of(self, capture: str, module: nn.Module | None) -> bool:
         known = self.modules.get(capture)
@@ -155,8 +157,11 @@ class _FailedGuard:
     @property
     def subject(self) -> str:
         """The guarded expression, such as "self.n", with "#" for layer numbers; "" if there is none."""
-        absent, found = _ABSENT.search(self.text), _PATH.search(self.text) or _GUARDED_NAME.search(self.text)
-        path = f"{absent[2]}.{absent[1]}" if absent else found[0] if found else ""
+        absent, expression = (
+            _ABSENT.search(self.text),
+            _PATH.search(self.text) or _GUARDED_NAME.search(self.text),
+        )
+        path = f"{absent[2]}.{absent[1]}" if absent else expression[0] if expression else ""
         return re.sub(r"\d+", "#", path)
 
     def sentence(self) -> str:
@@ -174,4 +179,6 @@ def _as_in_forward(subject: str) -> str:
     """
     if subject.startswith("___stack"):
         return "a call's result"
-    return re.sub(r"(?:^G|\._modules)\['([^']+)'\]", lambda held: "." + held[1], subject).removeprefix(".")
+    return re.sub(r"(?:^G|\._modules)\['([^']+)'\]", lambda matched: "." + matched[1], subject).removeprefix(
+        "."
+    )

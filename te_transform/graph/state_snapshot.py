@@ -117,19 +117,21 @@ class Noted:
         while self._pending:
             self._note(self._pending.pop())
         if self._code.mentioned & _OF_GRADIENTS:
-            found = [c for c in self.contents if isinstance(c, TensorContent) and c.grad is not None]
-            self.contents += [TensorContent(content.grad) for content in found]
+            with_gradient = [c for c in self.contents if isinstance(c, TensorContent) and c.grad is not None]
+            self.contents += [TensorContent(content.grad) for content in with_gradient]
 
     def unsaved(self) -> list[str]:
         """Return a clause for each value that cannot be restored, with its path and the reason."""
-        found = {id(content.value): content.why for content in self.contents if isinstance(content, Unsaved)}
+        reasons = {
+            id(content.value): content.why for content in self.contents if isinstance(content, Unsaved)
+        }
         values = [content.value for content in self.contents if isinstance(content, Unsaved)]
         for holder, value in self._lenders.values():
-            if type(holder).lend is Content.lend and id(value) not in found:
-                found[id(value)] = f"which a {type(holder.value).__name__} holds"
+            if type(holder).lend is Content.lend and id(value) not in reasons:
+                reasons[id(value)] = f"which a {type(holder.value).__name__} holds"
                 values.append(value)
         names = {id(module): name for name, module in self._model.named_modules()}
-        return [f"{self._path(x, names)} is a {type(x).__name__}, {found[id(x)]}" for x in values]
+        return [f"{self._path(x, names)} is a {type(x).__name__}, {reasons[id(x)]}" for x in values]
 
     def lend_copies(self) -> None:
         """Replace the model's iterators by copies until the model is restored: iterators cannot be reset."""
@@ -172,11 +174,11 @@ class Noted:
         content = self._of_function(function)
         if content is not None and id(function) not in self._entered:
             self._entered.add(id(function))
-            for found in self._code.mention(function):
-                if isinstance(found, tuple):
-                    self._note_variable(*found)
+            for mentioned in self._code.mention(function):
+                if isinstance(mentioned, tuple):
+                    self._note_variable(*mentioned)
                 else:
-                    self._pending.append(found)
+                    self._pending.append(mentioned)
             self._lead(content, content.inside)
 
     def _lead(self, content: Content, inside: Iterable[Any]) -> None:
@@ -193,17 +195,17 @@ class Noted:
         if content is None:
             content = self._of_modules[id(variables)] = OfModule(variables)
             self.contents.append(content)
-        if isinstance(held := content.note(name), types.ModuleType):
-            self._note(held)
-        elif not isinstance(held, (type, types.FunctionType)) or self._code.follows(home_of(held)):
-            self._lead(content, (held,))
-            self._pending += constructors_of(held) if isinstance(held, type) else ()
+        if isinstance(variable := content.note(name), types.ModuleType):
+            self._note(variable)
+        elif not isinstance(variable, (type, types.FunctionType)) or self._code.follows(home_of(variable)):
+            self._lead(content, (variable,))
+            self._pending += constructors_of(variable) if isinstance(variable, type) else ()
 
     def _kinds_of(self, kind: type) -> tuple[_Kind, ...]:
         """Return the cached snapshot functions for values of a class."""
-        if (found := self._kinds.get(kind)) is None:
-            found = self._kinds[kind] = _kinds_of(kind)
-        return found
+        if (kinds := self._kinds.get(kind)) is None:
+            kinds = self._kinds[kind] = _kinds_of(kind)
+        return kinds
 
     def _path(self, value: Any, names: dict[int, str]) -> str:
         """Return the path to a value from the model, or from a class, a function or a Python module."""

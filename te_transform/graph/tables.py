@@ -74,12 +74,12 @@ class _Lookups(TorchFunctionMode):
         if func in _LOOKUPS:
             with unset_fake_temporarily():  # the values are real tensors
                 self._check(func, args, kwargs)
-        found = func(*args, **kwargs)
+        out = func(*args, **kwargs)
         if func is Tensor.__setitem__:
             self.known.pop(id(args[0]), None)
-        if isinstance(found, Tensor) and not found.is_floating_point() and found.numel() <= _MOST:
-            self._follow(func, args, kwargs, found)
-        return found
+        if isinstance(out, Tensor) and not out.is_floating_point() and out.numel() <= _MOST:
+            self._follow(func, args, kwargs, out)
+        return out
 
     def _check(self, func: Any, args: Any, kwargs: Any) -> None:
         table, dim, index = _lookup(func, *args, **kwargs)
@@ -91,7 +91,7 @@ class _Lookups(TorchFunctionMode):
             index = most if most >= rows else least
             raise IndexError(f"expected an index below {rows} for a table of {rows} rows, got {index}")
 
-    def _follow(self, func: Any, args: Any, kwargs: dict[str, Any], found: Tensor) -> None:
+    def _follow(self, func: Any, args: Any, kwargs: dict[str, Any], out: Tensor) -> None:
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if not all(id(tensor) in self.known for tensor in tensors):
             return
@@ -102,7 +102,7 @@ class _Lookups(TorchFunctionMode):
                 real = func(*args, **kwargs)
         except Exception:  # stop tracking the values
             return
-        self._note(found, real)
+        self._note(out, real)
 
     def _note(self, fake: Tensor, real: Any) -> None:
         if isinstance(real, Tensor) and not real.is_meta and not real.is_floating_point():

@@ -154,8 +154,8 @@ def _fold_item(item: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def method_item(self: TensorVariable, tx: Any, *args: Any, **kwargs: Any) -> Any:
-        made = self.as_proxy().node.meta.get("example_value")
-        value = getattr(made, "constant", None)
+        tensor = self.as_proxy().node.meta.get("example_value")
+        value = getattr(tensor, "constant", None)
         return item(self, tx, *args, **kwargs) if value is None else ConstantVariable.create(value.item())
 
     return method_item

@@ -83,10 +83,10 @@ def _failure_of_ranks(model: nn.Module, own: str | None) -> str | None:
 
     FP8 scales are exchanged in collectives of converted models: a rank without them would hang the others.
     """
-    found = gathered(own)
-    if len(found) == 1:
+    failures = gathered(own)
+    if len(failures) == 1:
         return own
-    if failed := [f"rank {rank}: {why}" for rank, why in enumerate(found) if why is not None]:
+    if failed := [f"rank {rank}: {why}" for rank, why in enumerate(failures) if why is not None]:
         return own or failed[0]
     try:
         check_ranks(model)

@@ -38,10 +38,10 @@ def _operation_bars(blocks: Iterable[Block]) -> list[Bar]:
     counts: tuple[Counter[str], Counter[str]] = Counter(), Counter()
     for block in blocks:
         rules = {each.pair: each.rule for each in block.after if each.rule and not each.is_inactive}
-        for found, side in zip(counts, operations_of_call(block), strict=True):
-            found.update(dict.fromkeys(rules.values(), 0))
+        for count, side in zip(counts, operations_of_call(block), strict=True):
+            count.update(dict.fromkeys(rules.values(), 0))
             for each in side:
-                found[rules.get(each.pair, _UNCHANGED)] += block.count
+                count[rules.get(each.pair, _UNCHANGED)] += block.count
     return [("before", counts[0]), ("after", counts[1])]
 
 
@@ -62,12 +62,12 @@ def _is_counted(operation: DrawnOperation) -> bool:
     return operation.kind == "" or bool(operation.rule)
 
 
-def chart(title: str, basis: str, bars: Sequence[Bar], told: Callable[[float], str]) -> str:
+def chart(title: str, basis: str, bars: Sequence[Bar], shown: Callable[[float], str]) -> str:
     """Return bars with a table of their parts as HTML; colors are inline, for a cell of a notebook.
 
     Args:
         basis: a text that says how the numbers were found.
-        told: a function that formats a number.
+        shown: a function that formats a number.
     """
     sizes: Counter[str] = Counter()
     for _, parts in bars:
@@ -76,12 +76,12 @@ def chart(title: str, basis: str, bars: Sequence[Bar], told: Callable[[float], s
     totals = [sum(parts.values()) for _, parts in bars]
     longest = max(totals, default=0) or 1
     rows = "".join(
-        f'<tr><th scope="row">{escape(name)}</th><td class="track">{_bar(kinds, parts, longest, told)}</td>'
-        f'<td class="count"><b>{told(total)}</b></td></tr>'
+        f'<tr><th scope="row">{escape(name)}</th><td class="track">{_bar(kinds, parts, longest, shown)}</td>'
+        f'<td class="count"><b>{shown(total)}</b></td></tr>'
         for (name, parts), total in zip(bars, totals, strict=True)
     )
     named = f"<b>{escape(title)}</b>{_change(totals)}<br><small>{escape(basis)}</small>"
-    table = f'<table class="bars">{rows}</table>{_classes(kinds, bars, told)}'
+    table = f'<table class="bars">{rows}</table>{_classes(kinds, bars, shown)}'
     return f'<figure class="chart"><figcaption>{named}</figcaption>{table}</figure>'
 
 
@@ -93,10 +93,10 @@ def _change(totals: Sequence[float]) -> str:
 
 
 def _bar(
-    kinds: Iterable[str], parts: Mapping[str, float], longest: float, told: Callable[[float], str]
+    kinds: Iterable[str], parts: Mapping[str, float], longest: float, shown: Callable[[float], str]
 ) -> str:
     pieces = "".join(
-        f'<i title="{escape(kind)}: {told(parts[kind])}" '
+        f'<i title="{escape(kind)}: {shown(parts[kind])}" '
         f'style="width: {parts[kind] / longest:.2%}; background: {color_of(kind)}"></i>'
         for kind in kinds
         if parts.get(kind)
@@ -104,11 +104,11 @@ def _bar(
     return f'<div style="display: flex; height: 1.3em; min-width: 6em">{pieces}</div>'
 
 
-def _classes(kinds: Iterable[str], bars: Sequence[Bar], told: Callable[[float], str]) -> str:
+def _classes(kinds: Iterable[str], bars: Sequence[Bar], shown: Callable[[float], str]) -> str:
     head = "".join(f'<th class="count" scope="col">{escape(name)}</th>' for name, _ in bars)
     rows = []
     for kind in kinds:
-        numbers = (told(parts[kind]) if parts.get(kind) else "" for _, parts in bars)
+        numbers = (shown(parts[kind]) if parts.get(kind) else "" for _, parts in bars)
         cells = "".join(f'<td class="count">{number}</td>' for number in numbers)
         swatch = f'<span style="color: {color_of(kind)}">&#9632;</span>'
         rows.append(f'<tr><th scope="row">{swatch} {escape(kind)}</th>{cells}</tr>')

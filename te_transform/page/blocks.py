@@ -44,14 +44,14 @@ class Block:
 def blocks_of(parts: Iterable[Part], refused: Sequence[Outcome] = ()) -> list[Block]:
     """Return the blocks of all captured graphs, in the order of data flow. Equal pieces are one block."""
     alike: dict[tuple, list[DrawnPiece]] = {}
-    told: dict[tuple, tuple[Outcome, ...]] = {}
+    sites_by_key: dict[tuple, tuple[Outcome, ...]] = {}
     for part in parts:
         pieces = divided(part)
         for piece in pieces:
             sites = tuple(_refused_in(piece, pieces, refused))
             key = _shape(piece), sites
             alike.setdefault(key, []).append(piece)
-            told[key] = sites
+            sites_by_key[key] = sites
     names = [listed(path for piece in pieces for path in piece.paths) for pieces in alike.values()]
     home = {
         node: (number, pair)
@@ -60,13 +60,13 @@ def blocks_of(parts: Iterable[Part], refused: Sequence[Outcome] = ()) -> list[Bl
         for pair in piece.pairs
         for node in (*pair.before, *pair.after)
     }
-    found = []
+    blocks = []
     for number, (key, pieces) in enumerate(alike.items()):
         sketch = Sketch(number, pieces, home, names)
         paths = dict.fromkeys(path for piece in pieces for path in piece.paths)
         before, after = sketch.side("before"), sketch.side("after")
-        found.append(Block(tuple(paths), before, after, told[key], tuple(sorted(sketch.sources))))
-    return found
+        blocks.append(Block(tuple(paths), before, after, sites_by_key[key], tuple(sorted(sketch.sources))))
+    return blocks
 
 
 def _refused_in(

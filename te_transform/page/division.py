@@ -45,7 +45,7 @@ def divided(part: Part) -> list[DrawnPiece]:
     layers = _layer_paths(pairs)
     around = {layer[:depth] for layer in layers for depth in range(len(layer))}
     seen: set[tuple[str, ...]] = set()  # the lists of layers so far
-    found: dict[tuple, DrawnPiece] = {}
+    pieces: dict[tuple, DrawnPiece] = {}
     for pair in pairs:
         parts = _path_parts(pair)
         layer = next((parts[:depth] for depth in range(len(parts) + 1) if parts[:depth] in layers), None)
@@ -55,8 +55,8 @@ def divided(part: Part) -> list[DrawnPiece]:
         else:
             path = _outermost_path(parts, around)
             key = path, len(seen)
-        found.setdefault(key, DrawnPiece(part, ".".join(path), [])).pairs.append(pair)
-    return [*found.values()]
+        pieces.setdefault(key, DrawnPiece(part, ".".join(path), [])).pairs.append(pair)
+    return [*pieces.values()]
 
 
 def _path_parts(pair: NodePair) -> tuple[str, ...]:
@@ -79,14 +79,14 @@ def _layer_paths(pairs: Iterable[NodePair], start: int = 0) -> set[tuple[str, ..
         if depth:
             inside.setdefault(parts[:depth], []).append(pair)
     names = {path: _names_inside(path, own) for path, own in inside.items()}
-    found: set[tuple[str, ...]] = set()
+    paths: set[tuple[str, ...]] = set()
     for path, own in inside.items():
         others = [names[other] for other in names if other[:-1] == path[:-1] and other != path]
         is_layer = not others or not names[path].isdisjoint(set().union(*others))
         size = _MANY if names[path] else sum(not is_bookkeeping(pair.node) for pair in own)
         nested = set() if is_layer else _layer_paths(own, len(path))
-        found |= nested or ({path} if size >= _MANY else set())
-    return found
+        paths |= nested or ({path} if size >= _MANY else set())
+    return paths
 
 
 def _names_inside(path: tuple[str, ...], pairs: Iterable[NodePair]) -> set[str]:

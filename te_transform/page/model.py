@@ -61,12 +61,12 @@ def _block(number: int, block: Block) -> str:
     counts = [len(side) for side in operations_of_call(block)]
     unchanged = "unchanged in this call" if rules else "unchanged"
     after = f"after: {_operation_count(counts[1])}" if active.intersection(rules) else unchanged
-    told = f"{_operation_count(counts[0])}, {after}"
+    text = f"{_operation_count(counts[0])}, {after}"
     several = f' <b class="times">&times; {block.count}</b>' if block.count > 1 else ""
     refusals = f'<span class="chip refusal">{len(block.refused)} refused</span>' if block.refused else ""
     name = f"<code>{breakable(block.name)}</code>{several}"
     chips = "".join(chip(rule, is_inactive=rule not in active) for rule in rules)
-    summary = f'{name} <span class="told">{told}</span> {chips}{refusals}'
+    summary = f'{name} <span class="told">{text}</span> {chips}{refusals}'
     is_open = " open" if rules or block.refused else ""
     minor = "" if any(counts) else " minor"
     return (

@@ -48,21 +48,21 @@ def paired(before: fx.Graph, after: fx.Graph) -> list[NodePair]:
         pairs[node].after.append(node)
     fused = {name: pair for node, pair in pairs.items() for name in _replaced_by(node)}
     kept = {_origin_of(node): pair for node, pair in pairs.items()}
-    found: dict[fx.Node, NodePair] = {}
+    pairs_of_readers: dict[fx.Node, NodePair] = {}
     nodes = shown_nodes(before)
     for place, node in reversed([*enumerate(nodes)]):
-        readers = {found[user] for user in node.users if user in found}
+        readers = {pairs_of_readers[user] for user in node.users if user in pairs_of_readers}
         pair = fused.get(node.meta.get("origin", "")) or kept.get(_origin_of(node))
         if pair is None and len(readers) == 1 and is_fused((only := next(iter(readers))).node):
             pair = only
         if pair is None:
             pair = NodePair(order=_just_before(readers, place))
-        found[node] = pair
+        pairs_of_readers[node] = pair
         pair.before.insert(0, node)
     for node in reversed(shown_nodes(after)):  # weights are joined at the start of the graph
         if node.target is ops.join:
             pairs[node].order = _just_before({pairs[user] for user in node.users if user in pairs}, 0)
-    return sorted(dict.fromkeys([*pairs.values(), *found.values()]), key=lambda pair: pair.order)
+    return sorted(dict.fromkeys([*pairs.values(), *pairs_of_readers.values()]), key=lambda pair: pair.order)
 
 
 def _just_before(readers: Iterable[NodePair], place: float) -> float:

@@ -35,8 +35,8 @@ def drawn_blocks(report: Report) -> list[Block]:
 def body_of(report: Report, blocks: list[Block]) -> str:
     """Return the page above the drawing: title, overview, tables, and facts."""
     charts = f'<section class="charts">{"".join(bars_of_report(report.overview, blocks))}</section>'
-    found = tables(gather(report.fused), most_valuable_first(gather(report.refused)))
-    shown = (heading(report.title), facts(_about(report)), charts, found, notes_of(report.all_notes()))
+    site_tables = tables(gather(report.fused), most_valuable_first(gather(report.refused)))
+    shown = (heading(report.title), facts(_about(report)), charts, site_tables, notes_of(report.all_notes()))
     return "\n".join(filter(None, shown))
 
 

@@ -89,9 +89,9 @@ class Sketch:
         for node in members[0]:
             kind: Kind = "merged" if is_merged(node) else "minor" if is_bookkeeping(node) else ""
             reads = tuple(places[source] for source in node.all_input_nodes if source in places)
-            told = rule_of(node) or called(node), _result(node), rule_of(node), kind, detail(node)
+            texts = rule_of(node) or called(node), _result(node), rule_of(node), kind, detail(node)
             is_inactive = bool(inactive_reason(node))
-            drawn.append(DrawnOperation(*told, self.pairs[own[node]], reads, is_inactive))
+            drawn.append(DrawnOperation(*texts, self.pairs[own[node]], reads, is_inactive))
         inside = [{*nodes} for nodes in members]
         for same in zip(*members, strict=True):
             pair = self.pairs.setdefault(("to", own[same[0]]), len(self.pairs))
@@ -107,8 +107,8 @@ class Sketch:
             return DrawnOperation(argument_text(node), described(node), "", "input", detail(node), pair, ())
         numbers = dict.fromkeys(self.home[each][0] for each in same if each in self.home)
         self.sources.update(numbers.keys() - {self.number})
-        told = f"from {self._blocks(numbers, 'the layer before')}"
-        return DrawnOperation(_value_name(node), told, "", "port", f"{detail(node)}\n{told}", pair, ())
+        origin = f"from {self._blocks(numbers, 'the layer before')}"
+        return DrawnOperation(_value_name(node), origin, "", "port", f"{detail(node)}\n{origin}", pair, ())
 
     def _exit(
         self, same: Sequence[fx.Node], inside: Sequence[set[fx.Node]], pair: int, place: int
@@ -125,9 +125,9 @@ class Sketch:
         if not readers:
             return
         numbers = dict.fromkeys(self.home[user][0] for user in readers if user in self.home)
-        told = [self._blocks(numbers, "the next layer")] if numbers else []
-        told += ["the output"] * any(user.op == "output" for user in readers)
-        text = f"to {', '.join(told)}"
+        targets = [self._blocks(numbers, "the next layer")] if numbers else []
+        targets += ["the output"] * any(user.op == "output" for user in readers)
+        text = f"to {', '.join(targets)}"
         yield DrawnOperation(
             _value_name(same[0]), text, "", "port", f"{detail(same[0])}\n{text}", pair, (place,)
         )

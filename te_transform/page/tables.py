@@ -23,8 +23,8 @@ def heading(title: str) -> str:
 
 def facts(about: Mapping[str, str]) -> str:
     """Return what a report is about."""
-    told = "".join(f"<dt>{name}</dt><dd>{escape(text)}</dd>" for name, text in about.items() if text)
-    return f"<dl>{told}</dl>"
+    rows = "".join(f"<dt>{name}</dt><dd>{escape(text)}</dd>" for name, text in about.items() if text)
+    return f"<dl>{rows}</dl>"
 
 
 def notes_of(notes: Iterable[str]) -> str:
@@ -35,13 +35,13 @@ def notes_of(notes: Iterable[str]) -> str:
 
 def tables(fused: Sequence[Places], refused: Sequence[Places]) -> str:
     """Return the tables of refused and of fused sites."""
-    found = [
+    groups = [
         ("What would gain most", "refused", "costs", refused),
         ("What was fused", "fused", "saves", fused),
     ]
     return "\n".join(
         f"<h2>{title}</h2>{table(name, [_table_row(name, priced, places) for places in rows])}"
-        for title, name, priced, rows in found
+        for title, name, priced, rows in groups
         if rows
     )
 

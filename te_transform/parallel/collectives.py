@@ -81,12 +81,14 @@ class Shards:
 
     def bounds(self, rank: int, ranks: int) -> list[tuple[int, int]]:
         """Return start and end of a rank's share of each part in the whole dimension."""
-        starts, found = accumulate(self.parts, initial=0), []
+        starts, bounds_of_parts = accumulate(self.parts, initial=0), []
         number = rank // self.copies
         for start, part in zip(starts, self.parts, strict=False):
             share = -(-part // self.shares(ranks))
-            found.append((start + min(number * share, part), start + min((number + 1) * share, part)))
-        return found
+            bounds_of_parts.append(
+                (start + min(number * share, part), start + min((number + 1) * share, part))
+            )
+        return bounds_of_parts
 
     @property
     def is_plain(self) -> bool:
@@ -147,8 +149,8 @@ class Ranks:
 
     def any(self, holds: bool) -> bool:
         """Return True if a condition holds on any rank. Synchronizes all ranks."""
-        told = torch.tensor([holds], dtype=torch.int32, device=self.mesh.device_type)
-        return bool(_all_reduced(told, "max", self.group).item())
+        flag = torch.tensor([holds], dtype=torch.int32, device=self.mesh.device_type)
+        return bool(_all_reduced(flag, "max", self.group).item())
 
     def agreed(self, why: str | None) -> str | None:
         """Return why an action is impossible on this rank or another. Synchronizes all ranks."""

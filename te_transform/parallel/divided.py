@@ -52,28 +52,28 @@ class Divided:
     held: DTensor | None = None
     version: int = 0
 
-    def stand_in_for(self, held: DTensor) -> nn.Parameter:
+    def stand_in_for(self, parameter: DTensor) -> nn.Parameter:
         """Return a parameter of the whole size without memory, filled with NaN.
 
         Grouped products read strides of a matrix during capture, so a stack of matrices has memory for one
         matrix.
         """
-        made, self.held = self.stand_in, held
-        if made is None or (made.dtype, made.device) != (held.dtype, held.device):
-            sizes = (1, *held.shape[1:]) if held.dim() == 3 else (1,)
-            one = torch.full(sizes, math.nan, dtype=held.dtype, device=held.device)
-            made = nn.Parameter(one.expand(held.shape), held.requires_grad)
+        stand_in, self.held = self.stand_in, parameter
+        if stand_in is None or (stand_in.dtype, stand_in.device) != (parameter.dtype, parameter.device):
+            sizes = (1, *parameter.shape[1:]) if parameter.dim() == 3 else (1,)
+            one = torch.full(sizes, math.nan, dtype=parameter.dtype, device=parameter.device)
+            stand_in = nn.Parameter(one.expand(parameter.shape), parameter.requires_grad)
             if self.stand_in is not None:
-                share_state(self.stand_in, made)
-            self.stand_in = made
-        made.requires_grad_(held.requires_grad)
-        share_state(made, held)
-        if held._version != self.version:
+                share_state(self.stand_in, stand_in)
+            self.stand_in = stand_in
+        stand_in.requires_grad_(parameter.requires_grad)
+        share_state(stand_in, parameter)
+        if parameter._version != self.version:
             # A write to a DTensor does not change the version of its local tensor, by which FP8 weights are
             # cached. After a call has taken a view of the local tensor, its version must not change any more.
-            self.version = held._version
-            increment_version(local(held))
-        return made
+            self.version = parameter._version
+            increment_version(local(parameter))
+        return stand_in
 
     def share(self, ranks: Ranks, move: Move | None) -> Tensor:
         """Return this rank's share, redistributed by `move`. Gradients reach the DTensor."""
@@ -133,20 +133,27 @@ class Parallel:
 
         Tied parameters stay tied. If the body raises, the original parameters are restored.
         """
-        made: dict[int, tuple[nn.Parameter, Divided]] = {}
+        replacements: dict[int, tuple[nn.Parameter, Divided]] = {}
         before = [*model.named_parameters(remove_duplicate=False)]
         known = {id(parameter): shards[name] for name, parameter in before if name in shards}
         try:
             for name, parameter in before:
-                if id(parameter) not in made:
-                    found = known.get(id(parameter))  # under any name of a tied parameter
-                    stored = Replicate() if found is None else Shard(parameter.dim() + found.dim)
+                if id(parameter) not in replacements:
+                    shards_of_parameter = known.get(id(parameter))  # under any name of a tied parameter
+                    stored = (
+                        Replicate()
+                        if shards_of_parameter is None
+                        else Shard(parameter.dim() + shards_of_parameter.dim)
+                    )
                     tensor = distribute_tensor(parameter.detach(), self.ranks.mesh, [stored])
-                    held, divided = nn.Parameter(tensor, parameter.requires_grad), Divided(found)
-                    divided.stand_in_for(held)  # both share their FP8 state
-                    made[id(parameter)] = held, divided
+                    dtensor, divided = (
+                        nn.Parameter(tensor, parameter.requires_grad),
+                        Divided(shards_of_parameter),
+                    )
+                    divided.stand_in_for(dtensor)  # both share their FP8 state
+                    replacements[id(parameter)] = dtensor, divided
                 module, own = _holder(model, name)
-                module._parameters[own], self.divided[module, own] = made[id(parameter)]
+                module._parameters[own], self.divided[module, own] = replacements[id(parameter)]
             yield
         except BaseException:
             for name, parameter in before:
@@ -154,25 +161,25 @@ class Parallel:
                 module._parameters[own] = parameter
             raise
 
-    def told(self) -> Iterator[str]:
+    def sentences(self) -> Iterator[str]:
         """Yield sentences for the report: what is divided among the ranks, and why the rest is not."""
         ranks = self.ranks.count
         outcomes = [Outcome(place.what, place.path, "refused", place.reasons) for place in self.places]
-        for found in gather(outcomes):
-            where = f"{found.rule}: {', '.join(found.lines)}"
-            if found.reasons:
-                yield f"whole on each of {ranks} ranks is {where}, because {', '.join(found.reasons)}"
+        for places in gather(outcomes):
+            where = f"{places.rule}: {', '.join(places.lines)}"
+            if places.reasons:
+                yield f"whole on each of {ranks} ranks is {where}, because {', '.join(places.reasons)}"
             else:
                 yield f"divided among {ranks} ranks is {where}"
 
     def collect(self) -> None:
         """Replace the DTensors by whole parameters."""
-        made: dict[int, nn.Parameter] = {}
+        parameters: dict[int, nn.Parameter] = {}
         for (module, name), divided in self.divided.items():
-            if id(divided) not in made:
-                held = module._parameters[name]
-                made[id(divided)] = nn.Parameter(held.detach().full_tensor(), held.requires_grad)
-            module._parameters[name] = made[id(divided)]
+            if id(divided) not in parameters:
+                dtensor = module._parameters[name]
+                parameters[id(divided)] = nn.Parameter(dtensor.detach().full_tensor(), dtensor.requires_grad)
+            module._parameters[name] = parameters[id(divided)]
 
     @contextmanager
     def standing_in(self, modules: Iterable[nn.Module]) -> Iterator[None]:
@@ -195,30 +202,30 @@ class Parallel:
                 "expected no activation checkpoints in a divided model, got some inside its blocks, or "
                 "around blocks in no list; turn them off, or checkpoint whole blocks"
             )
-        with self._replaced(modules, lambda divided, held: held.full_tensor()):
+        with self._replaced(modules, lambda divided, dtensor: dtensor.full_tensor()):
             yield
 
     @contextmanager
     def _replaced(
         self, modules: Iterable[nn.Module], make: Callable[[Divided, DTensor], Tensor]
     ) -> Iterator[list[Divided]]:
-        made: dict[int, Tensor] = {}
+        tensors: dict[int, Tensor] = {}
         before, replaced = [], []
         try:
             for module in modules:
-                for name, held in module._parameters.items():
+                for name, parameter in module._parameters.items():
                     divided = self.divided.get((module, name))
-                    if divided is None or not isinstance(held, DTensor):  # replaced by an outer call
+                    if divided is None or not isinstance(parameter, DTensor):  # replaced by an outer call
                         continue
-                    if id(divided) not in made:
-                        made[id(divided)] = make(divided, held)
+                    if id(divided) not in tensors:
+                        tensors[id(divided)] = make(divided, parameter)
                         replaced.append(divided)
-                    before.append((module, name, held))
-                    module._parameters[name] = made[id(divided)]
+                    before.append((module, name, parameter))
+                    module._parameters[name] = tensors[id(divided)]
             yield replaced
         finally:
-            for module, name, held in before:
-                module._parameters[name] = held
+            for module, name, parameter in before:
+                module._parameters[name] = parameter
 
     def graph(
         self, captured: fx.GraphModule, fuse: Callable[[fx.GraphModule], Callable[..., Any]]
@@ -262,16 +269,16 @@ class _Divided:
 
     def _make(self, shards: dict[str, Shards | None]) -> tuple[Callable[..., Any], dict[str, Move] | None]:
         ranks, sequence, forms = self.parallel.ranks, self.parallel.sequence, self.parallel.forms
-        known = {name: found for name, found in shards.items() if found is not None}
+        known = {name: each for name, each in shards.items() if each is not None}
         try:
-            made = on_shards(self.captured, known, ranks, sequence, forms)
+            sharded = on_shards(self.captured, known, ranks, sequence, forms)
         except Unshardable:  # run on parameters that are gathered in each call
             for node in filter(is_parameter, self.captured.graph.nodes):
                 node.meta[MADE_ANEW] = True
             return self.fuse(self.captured), None
-        if made.common_random:
+        if sharded.common_random:
             check_random(ranks)
-        return self.fuse(made.module), made.moves
+        return self.fuse(sharded.module), sharded.moves
 
 
 def check_random(ranks: Ranks) -> None:
@@ -282,8 +289,8 @@ def check_random(ranks: Ranks) -> None:
     """
     device = ranks.mesh.device_type
     state = torch.get_rng_state() if device == "cpu" else torch.cuda.get_rng_state()
-    found = gathered(state.numpy().tobytes(), ranks.mesh.get_group())
-    if len(set(found)) > 1:
+    states = gathered(state.numpy().tobytes(), ranks.mesh.get_group())
+    if len(set(states)) > 1:
         raise ParallelError(
             f"expected equal random generators on {ranks.count} ranks, because dropouts read shared values, "
             "got different ones; call torch.manual_seed() with the same seed on all ranks of this mesh"

@@ -64,16 +64,16 @@ class _Region:
 
 def lay_out(graph: fx.Graph, ranks: int, skip: tuple[str, ...] = ()) -> ShardLayout:
     """Find the parameters of a canonical graph that can be divided among this many ranks."""
-    made = _LayingOut(graph, ranks, skip)
+    laying_out = _LayingOut(graph, ranks, skip)
     for node in graph.nodes:
-        if node.target is ops.linear and made.stored(node.args[1]) not in made.layout.shards:
-            made.try_region(node)
+        if node.target is ops.linear and laying_out.stored(node.args[1]) not in laying_out.layout.shards:
+            laying_out.try_region(node)
     for node in graph.nodes:
         if node.target is F.embedding:
-            made.try_embedding(node)
+            laying_out.try_embedding(node)
     experts = dict.fromkeys(path_of(node) for node in graph.nodes if node.target is ops.grouped_mm)
-    made.layout.places += [Place("experts", path, (_STACKED,)) for path in experts]
-    return made.layout
+    laying_out.layout.places += [Place("experts", path, (_STACKED,)) for path in experts]
+    return laying_out.layout
 
 
 class _LayingOut:
@@ -154,14 +154,14 @@ class _LayingOut:
         elif writes(node):
             raise Refusal("the model writes in place to them, but their values must stay")
         else:
-            found = step(node, region.held, self.ranks)
-            needed = tuple(arg for arg in found.share if any(True for _ in self._makers(arg)))
-            if needed or found.gather:
+            how = step(node, region.held, self.ranks)
+            needed = tuple(arg for arg in how.share if any(True for _ in self._makers(arg)))
+            if needed or how.gather:
                 raise Refusal(
                     f"a {node.target.__name__} reads a whole value too, but needs shards", whole=needed
                 )
-            if found.shards is not None:
-                region.held[node] = found.shards
+            if how.shards is not None:
+                region.held[node] = how.shards
 
     def _check_ends(self, region: _Region) -> None:
         for node, shards in region.columns.items():

@@ -78,14 +78,14 @@ def parallelize(
         raise OptionError(f"expected True or False for sequence_parallel, got {sequence_parallel!r}")
     sample = as_inputs(converted, example_inputs)[0]
     forms = state.options.forms
-    found = _find_layout(
+    layout = _find_layout(
         converted, sample, lambda graph: lay_out(canonicalize(graph, forms), ranks.count, globs)
     )
-    _check_found(converted, found, ranks)
-    parallel = Parallel(ranks, sequence_parallel, tuple(found.places), forms)
+    _check_found(converted, layout, ranks)
+    parallel = Parallel(ranks, sequence_parallel, tuple(layout.places), forms)
     with _keeping_scales(converted, state.precision, ranks) as load_scales:
         before = _floating_outputs(converted, sample, ranks)
-        with parallel.distributed(converted, found.shards):
+        with parallel.distributed(converted, layout.shards):
             state.divide(parallel)
             try:
                 load_scales()
@@ -194,32 +194,32 @@ class _Found:
 def _find_layout(model: nn.Module, sample: Inputs, lay: Callable[[fx.Graph], ShardLayout]) -> _Found:
     """Find the parameters that the ranks divide, on tensors without memory if possible."""
     for tensors in ways_to_call(model):
-        found = _Found()
+        layout = _Found()
         try:
             with preserved(model), tensors(model, sample.clone()) as (args, kwargs):
                 names = {id(p): name for name, p in model.named_parameters(remove_duplicate=False)}
-                run = capture(type(model).forward, _laying_out(found, model, names, lay), dynamic=False)
+                run = capture(type(model).forward, _laying_out(layout, model, names, lay), dynamic=False)
                 run(model.train(), *args, **kwargs)
-            return found
+            return layout
         except Exception as error:
             failed = error
     raise TraceError.of(model, sample, failed) from failed
 
 
 def _laying_out(
-    found: _Found, model: nn.Module, names: dict[int, str], lay: Callable[[fx.Graph], ShardLayout]
+    whole: _Found, model: nn.Module, names: dict[int, str], lay: Callable[[fx.Graph], ShardLayout]
 ) -> Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]:
     def backend(captured: fx.GraphModule, arguments: list[Any]) -> Callable[..., Any]:
         name_as_in(model, captured, arguments)
         layout = lay(captured.graph)
-        shards = {node.name: held for node, held in layout.shards.items()}
+        shards = {node.name: each for node, each in layout.shards.items()}
         placeholders = [node.name for node in captured.graph.nodes if node.op == "placeholder"]
 
         def run(*arguments: Any) -> Any:
             for name, argument in zip(placeholders, arguments, strict=True):
                 if name in shards and id(argument) in names:
-                    found.shards.setdefault(names[id(argument)], shards[name])
-            found.places.update(dict.fromkeys(layout.places))
+                    whole.shards.setdefault(names[id(argument)], shards[name])
+            whole.places.update(dict.fromkeys(layout.places))
             return captured.forward(*arguments)
 
         return run
@@ -227,18 +227,20 @@ def _laying_out(
     return backend
 
 
-def _check_found(model: nn.Module, found: _Found, ranks: Ranks) -> None:
+def _check_found(model: nn.Module, layout: _Found, ranks: Ranks) -> None:
     if ranks.count == 1:
         return
-    indivisible = [place for place in found.places if place.indivisible]
+    indivisible = [place for place in layout.places if place.indivisible]
     if indivisible:
         said = "; ".join(f"{place.path or 'the model'}: {', '.join(place.reasons)}" for place in indivisible)
         raise ParallelError(
             f"a mesh of {ranks.count} ranks does not divide {type(model).__name__} ({said}): pass a mesh of "
             "a size that does, or leave these whole by skip="
         )
-    if not found.shards:
-        said = "; ".join(f"{place.path or 'the model'}: {', '.join(place.reasons)}" for place in found.places)
+    if not layout.shards:
+        said = "; ".join(
+            f"{place.path or 'the model'}: {', '.join(place.reasons)}" for place in layout.places
+        )
         raise ParallelError(
             f"nothing of {type(model).__name__} can be divided among ranks ({said or 'it has no linears'}), "
             "but division needs linears whose columns or heads are independent: use DDP or fully_shard()"
@@ -295,10 +297,10 @@ def _check_outputs(
 ) -> None:
     """Check the outputs of the divided model against those of the first rank's whole model."""
     off = max(map(distance, after, before), default=0.0)
-    found = [off]
-    dist.broadcast_object_list(found, group_src=0, group=ranks.mesh.get_group())
-    if not found[0] <= rounding(before, in_fp8):
+    largest = [off]
+    dist.broadcast_object_list(largest, group_src=0, group=ranks.mesh.get_group())
+    if not largest[0] <= rounding(before, in_fp8):
         raise ParallelError(
             f"divided among {ranks.count} ranks, {type(model).__name__} returns other numbers, off by "
-            f"{found[0]:.2g}: code that is not captured reads its parameters, see te_transform.report()"
+            f"{largest[0]:.2g}: code that is not captured reads its parameters, see te_transform.report()"
         )

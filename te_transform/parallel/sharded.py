@@ -65,7 +65,7 @@ def on_shards(
     Raises:
         Unshardable: the graph writes in place to a sharded value.
     """
-    return _Sharding(captured, canonicalize(captured.graph, forms), shards, ranks, sequence).made()
+    return _Sharding(captured, canonicalize(captured.graph, forms), shards, ranks, sequence).rank_graph()
 
 
 class _Sharding:
@@ -88,13 +88,13 @@ class _Sharding:
             if node.op == "placeholder" and node.name in shards:
                 self._note_shape(node)
 
-    def made(self) -> ShardedGraph:
+    def rank_graph(self) -> ShardedGraph:
         """Edit the graph in order; every value is settled before its readers."""
-        for node, found in self.plan.steps.items():
-            if found is None:
+        for node, how in self.plan.steps.items():
+            if how is None:
                 self._put_whole(node)
             else:
-                self._put(node, found)
+                self._put(node, how)
         self._move_parameters_outside()
         self.graph.lint()
         self.module.recompile()
@@ -103,18 +103,18 @@ class _Sharding:
     def _note_shape(self, node: fx.Node) -> None:
         node.meta["example_value"] = edit.with_shape(value(node), self.plan.shape(node))
 
-    def _put(self, node: fx.Node, found: ShardingStep) -> None:
+    def _put(self, node: fx.Node, how: ShardingStep) -> None:
         args = list(node.args)
-        for place, new in found.args.items():
+        for place, new in how.args.items():
             args[place] = new
-        if found.reads_shape:
+        if how.reads_shape:
             args[1] = self.plan.shape(node)
-        moved = {argument: self._argument(node, argument, found) for argument in node.all_input_nodes}
+        moved = {argument: self._argument(node, argument, how) for argument in node.all_input_nodes}
         args = fx.map_arg(tuple(args), lambda argument: moved.get(argument, argument))
         self._call(node, args)
-        if found.is_term:
+        if how.is_term:
             self._sum(node)
-        elif found.shards is not None and draws(node):
+        elif how.shards is not None and draws(node):
             self._draw_apart(node)
 
     def _call(self, node: fx.Node, args: tuple) -> None:
@@ -137,19 +137,19 @@ class _Sharding:
         if draws(node):
             self.made_graph.common_random = True
 
-    def _argument(self, node: fx.Node, argument: fx.Node, found: ShardingStep) -> fx.Node:
+    def _argument(self, node: fx.Node, argument: fx.Node, how: ShardingStep) -> fx.Node:
         """Return the node that replaces an argument."""
         named, is_sharded = self.origin.get(argument, argument), argument in self.plan.shards
-        if named in found.lead:
+        if named in how.lead:
             whole = self._move(argument, Redistribution.GATHER, node) if is_sharded else argument
             return self._move(whole, Redistribution.LEAD, node)
-        if named in found.share:
-            return self._move(argument, Redistribution.SHARE, node, found.share[named])
-        if named in found.pick:
+        if named in how.share:
+            return self._move(argument, Redistribution.SHARE, node, how.share[named])
+        if named in how.pick:
             return self._move(argument, Redistribution.PICK, node)
-        if named in found.gather:
+        if named in how.gather:
             return self._move(argument, Redistribution.GATHER_ENTER, node)
-        enters = found.shards is not None and not is_sharded and argument in self.plan.trained
+        enters = how.shards is not None and not is_sharded and argument in self.plan.trained
         if enters and argument not in self.plan.entered:
             return self._move(argument, Redistribution.ENTER, node)
         return argument
@@ -187,12 +187,12 @@ class _Sharding:
 
     def _stand_in(self, node: fx.Node, name: str) -> fx.Node:
         """Insert a call on a node's result, and redirect the node's readers to the call."""
-        made = edit.insert_call(self.graph, node.next, name, (node,), like=node)
-        edit.replace_uses(node, made)
-        self.origin[made], self.plan.shapes[made] = node, self.plan.shapes[node]
+        call = edit.insert_call(self.graph, node.next, name, (node,), like=node)
+        edit.replace_uses(node, call)
+        self.origin[call], self.plan.shapes[call] = node, self.plan.shapes[node]
         if node in self.plan.trained:
-            self.plan.trained.add(made)
-        return made
+            self.plan.trained.add(call)
+        return call
 
     def _draw_apart(self, node: fx.Node) -> None:
         """Draw different random numbers on each rank for its shards."""
@@ -222,8 +222,8 @@ class _Sharding:
         The graph then reads parameters, whose readers can be fused.
         """
         for node in [node for node in self.graph.nodes if node.op == "placeholder"]:
-            held = value(node)
-            if not isinstance(held, nn.Parameter):
+            parameter = value(node)
+            if not isinstance(parameter, nn.Parameter):
                 continue
             shape = self.plan.shape(node)
             user = next(iter(node.users), None)
@@ -233,7 +233,7 @@ class _Sharding:
                     self.made_graph.moves[node.name] = op
                     shape = shape_of(user)
                     edit.bypass(self.graph, user, node)
-            node.meta["example_value"] = edit.with_shape(held, shape)  # parameters are contiguous
+            node.meta["example_value"] = edit.with_shape(parameter, shape)  # parameters are contiguous
             node.meta[MADE_ANEW] = self._is_made_anew(node)
 
     def _is_made_anew(self, parameter: fx.Node) -> bool:

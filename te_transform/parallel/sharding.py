@@ -68,66 +68,66 @@ class ShardingStep:
 ShardingRule = Callable[[fx.Node, Held, int], ShardingStep]
 
 
-def step(node: fx.Node, held: Held, ranks: int) -> ShardingStep | None:
+def step(node: fx.Node, shards_of: Held, ranks: int) -> ShardingStep | None:
     """Return how a node is computed on shards, or None if it reads no sharded value.
 
     Raises:
         Refusal: the node cannot be computed on shards.
     """
-    sharded = [argument for argument in node.all_input_nodes if argument in held]
+    sharded = [argument for argument in node.all_input_nodes if argument in shards_of]
     if not sharded:
         return None
     rule = RULES.get(node.target)
     if rule is None:
         raise Refusal(f"{_the(node)} reads them, but has no sharding rule")
-    return rule(node, held, ranks)
+    return rule(node, shards_of, ranks)
 
 
 def _the(node: fx.Node) -> str:
     return "the model's output" if node.op == "output" else f"the {called(node)}"
 
 
-def _linear_step(node: fx.Node, held: Held, ranks: int) -> ShardingStep:
+def _linear_step(node: fx.Node, shards_of: Held, ranks: int) -> ShardingStep:
     x, weight, bias = (*node.args, None)[:3]
-    of_x, of_weight = held.get(x), held.get(weight)
+    of_x, of_weight = shards_of.get(x), shards_of.get(weight)
     if of_weight is None:
         if of_x.dim == -1:
             raise Refusal("a linear reads columns of its input, but its weight is not in the same shards")
         return ShardingStep(of_x)
     if of_weight.dim == -2:
         shards = of_weight.on(-1)
-        share = {bias: shards} if isinstance(bias, fx.Node) and bias not in held else {}
-        return ShardingStep(shards, gather=(x,) * (x in held), share=share)
+        share = {bias: shards} if isinstance(bias, fx.Node) and bias not in shards_of else {}
+        return ShardingStep(shards, gather=(x,) * (x in shards_of), share=share)
     lead = (bias,) if isinstance(bias, fx.Node) else ()
     if of_x is not None and of_x != of_weight:
         raise Refusal("a linear reads other columns than its shard of the weight has")
-    return ShardingStep(None, is_term=True, share={} if x in held else {x: of_weight}, lead=lead)
+    return ShardingStep(None, is_term=True, share={} if x in shards_of else {x: of_weight}, lead=lead)
 
 
-def _embedding(node: fx.Node, held: Held, ranks: int) -> ShardingStep:
+def _embedding(node: fx.Node, shards_of: Held, ranks: int) -> ShardingStep:
     ids, weight, _, max_norm, _, by_frequency, sparse = (*node.args, None, None, 2.0, False, False)[:7]
-    if held[weight].dim != -2 or max_norm is not None or by_frequency or sparse or ids in held:
+    if shards_of[weight].dim != -2 or max_norm is not None or by_frequency or sparse or ids in shards_of:
         raise Refusal(
             "an embedding needs its whole table, for max_norm, scale_grad_by_freq, sparse or sharded ids"
         )
     return ShardingStep(None, is_term=True)
 
 
-def _elementwise_step(node: fx.Node, held: Held, ranks: int) -> ShardingStep:
+def _elementwise_step(node: fx.Node, shards_of: Held, ranks: int) -> ShardingStep:
     """Shard the result like the arguments. A whole argument that broadcasts needs no shards."""
     given = [arg for arg in node.all_input_nodes if is_tensor_node(arg)]
-    return _aligned(node, given, held)
+    return _aligned(node, given, shards_of)
 
 
-def _aligned(node: fx.Node, given: list[fx.Node], held: Held) -> ShardingStep:
-    found = {held[arg] for arg in given if arg in held}
-    if len(found) > 1:
+def _aligned(node: fx.Node, given: list[fx.Node], shards_of: Held) -> ShardingStep:
+    different = {shards_of[arg] for arg in given if arg in shards_of}
+    if len(different) > 1:
         raise Refusal(f"{_the(node)} reads values in different shards, but needs equal ones")
-    (shards,) = found
+    (shards,) = different
     if shape_of(node)[shards.dim] != shards.size:
         raise Refusal(f"{_the(node)} repeats shards, but the sharded dimension must keep its size")
-    full = [arg for arg in given if arg not in held and _size_or_one(arg, shards.dim) == shards.size]
-    alone = [arg for arg in given if arg in held and _size_or_one(arg, shards.dim) != shards.size]
+    full = [arg for arg in given if arg not in shards_of and _size_or_one(arg, shards.dim) == shards.size]
+    alone = [arg for arg in given if arg in shards_of and _size_or_one(arg, shards.dim) != shards.size]
     if alone:
         raise Refusal(f"{_the(node)} reads shards of different sizes, but needs equal ones")
     return ShardingStep(shards, share=dict.fromkeys(full, shards) if shards.size > 1 else {})
@@ -138,42 +138,42 @@ def _size_or_one(node: fx.Node, dim: int) -> int:
     return shape[dim] if len(shape) >= -dim else 1
 
 
-def _over_last(node: fx.Node, held: Held, ranks: int) -> ShardingStep:
+def _over_last(node: fx.Node, shards_of: Held, ranks: int) -> ShardingStep:
     """Apply the rule of operations that read the whole last dimension, row by row."""
     x = node.args[0]
-    if x not in held:
+    if x not in shards_of:
         raise Refusal(f"{_the(node)} reads a sharded weight, but needs a whole one")
-    if held[x].dim == -1:
+    if shards_of[x].dim == -1:
         raise Refusal(f"{_the(node)} reads whole rows, but the columns are sharded")
-    return ShardingStep(held[x])
+    return ShardingStep(shards_of[x])
 
 
-def _rope_step(node: fx.Node, held: Held, ranks: int) -> ShardingStep:
-    _over_last(node, held, ranks)
-    return _elementwise_step(node, held, ranks)
+def _rope_step(node: fx.Node, shards_of: Held, ranks: int) -> ShardingStep:
+    _over_last(node, shards_of, ranks)
+    return _elementwise_step(node, shards_of, ranks)
 
 
-def _softmax_step(node: fx.Node, held: Held, ranks: int) -> ShardingStep:
-    shards = held[node.args[0]]
+def _softmax_step(node: fx.Node, shards_of: Held, ranks: int) -> ShardingStep:
+    shards = shards_of[node.args[0]]
     if node.args[1] % -len(shape_of(node)) == shards.dim:
         raise Refusal("a softmax reads a whole dimension, but this dimension is sharded")
     return ShardingStep(shards)
 
 
-def _sdpa_step(node: fx.Node, held: Held, ranks: int) -> ShardingStep:
+def _sdpa_step(node: fx.Node, shards_of: Held, ranks: int) -> ShardingStep:
     query, key, value_, mask = node.args[:4]
-    whole = tuple(x for x in (query, key, value_) if x not in held)
+    whole = tuple(x for x in (query, key, value_) if x not in shards_of)
     if whole:
         raise Refusal("not all of query, key and value are sharded, but linears must make all of them",
                       whole=whole)  # fmt: skip
-    of_query, of_keys, of_values = found = [held[x] for x in (query, key, value_)]
-    if any(shards.dim not in (-3, -4) or len(shards.parts) > 1 for shards in found):
+    of_query, of_keys, of_values = shards_of_operands = [shards_of[x] for x in (query, key, value_)]
+    if any(shards.dim not in (-3, -4) or len(shards.parts) > 1 for shards in shards_of_operands):
         raise Refusal("attention is not sharded by heads, but it needs whole heads")
     masks = [x for x in (mask, argument(node, "hidden")) if isinstance(x, fx.Node)]
-    if of_keys != of_values or any(held.get(x, of_query) != of_query for x in masks):
+    if of_keys != of_values or any(shards_of.get(x, of_query) != of_query for x in masks):
         raise Refusal("query, keys and mask are in different shards, but attention needs equal ones")
     per_head = [x for x in masks if _size_or_one(x, of_query.dim) == of_query.size > 1]
-    share = {x: of_query for x in per_head if x not in held}
+    share = {x: of_query for x in per_head if x not in shards_of}
     if (sinks := argument(node, "sinks")) is not None:
         share[sinks] = replace(of_query, dim=-1)
     pick = (key, value_) if _has_other_keys(of_query, of_keys, ranks) else ()
@@ -190,17 +190,17 @@ def _has_other_keys(of_query: Shards, of_keys: Shards, ranks: int) -> bool:
     return is_repeated
 
 
-def _batched_product_step(node: fx.Node, held: Held, ranks: int) -> ShardingStep:
+def _batched_product_step(node: fx.Node, shards_of: Held, ranks: int) -> ShardingStep:
     """Apply the rule of a matrix product that is sharded by batches."""
     given = [arg for arg in node.all_input_nodes if is_tensor_node(arg)]
-    if any(held[arg].dim > -3 for arg in given if arg in held):
+    if any(shards_of[arg].dim > -3 for arg in given if arg in shards_of):
         raise Refusal(f"{_the(node)} reads sharded rows or columns, but only batches can be sharded")
-    return _aligned(node, given, held)
+    return _aligned(node, given, shards_of)
 
 
-def _reshape_step(node: fx.Node, held: Held, ranks: int) -> ShardingStep:
+def _reshape_step(node: fx.Node, shards_of: Held, ranks: int) -> ShardingStep:
     x = node.args[0]
-    shards = _reshaped_shards(tuple(shape_of(x)), tuple(shape_of(node)), held[x], ranks)
+    shards = _reshaped_shards(tuple(shape_of(x)), tuple(shape_of(node)), shards_of[x], ranks)
     return ShardingStep(shards, reads_shape=True)
 
 
@@ -247,12 +247,12 @@ def _without_zeros(before: tuple[int, ...], after: tuple[int, ...]) -> tuple[tup
     zeros = max(shape.count(0) for shape in (before, after))
     sizes = [_NO_SIZE**2**number for number in range(zeros)]
     rests = [math.prod(size for size in shape if size) for shape in (before, after)]
-    total, found = math.lcm(*rests) * math.prod(sizes), []
+    total, filled_shapes = math.lcm(*rests) * math.prod(sizes), []
     for shape, rest in zip((before, after), rests, strict=True):
         first = sizes[: shape.count(0) - 1]
         filled = iter([*first, total // (rest * math.prod(first))])
-        found.append(tuple(size or next(filled) for size in shape))
-    return tuple(found)
+        filled_shapes.append(tuple(size or next(filled) for size in shape))
+    return tuple(filled_shapes)
 
 
 def _dim_groups(before: tuple[int, ...], after: tuple[int, ...]) -> Iterator[tuple[range, range]]:
@@ -270,33 +270,33 @@ def _dim_groups(before: tuple[int, ...], after: tuple[int, ...]) -> Iterator[tup
         starts = stops
 
 
-def _transpose(node: fx.Node, held: Held, ranks: int) -> ShardingStep:
+def _transpose(node: fx.Node, shards_of: Held, ranks: int) -> ShardingStep:
     x, (a, b) = node.args[0], node.args[1:3] if len(node.args) > 1 else (-2, -1)
-    return ShardingStep(held[x].on({a: b, b: a}.get(held[x].dim, held[x].dim)))
+    return ShardingStep(shards_of[x].on({a: b, b: a}.get(shards_of[x].dim, shards_of[x].dim)))
 
 
-def _permute(node: fx.Node, held: Held, ranks: int) -> ShardingStep:
+def _permute(node: fx.Node, shards_of: Held, ranks: int) -> ShardingStep:
     x, order = node.args[:2]
     return ShardingStep(
-        held[x].on([d % len(order) for d in order].index(len(order) + held[x].dim) - len(order))
+        shards_of[x].on([d % len(order) for d in order].index(len(order) + shards_of[x].dim) - len(order))
     )
 
 
-def _unsqueeze_step(node: fx.Node, held: Held, ranks: int) -> ShardingStep:
+def _unsqueeze_step(node: fx.Node, shards_of: Held, ranks: int) -> ShardingStep:
     x, dim = node.args
-    return ShardingStep(held[x].on(held[x].dim - (held[x].dim <= dim)))
+    return ShardingStep(shards_of[x].on(shards_of[x].dim - (shards_of[x].dim <= dim)))
 
 
-def _expand_step(node: fx.Node, held: Held, ranks: int) -> ShardingStep:
-    shards = held[node.args[0]]
+def _expand_step(node: fx.Node, shards_of: Held, ranks: int) -> ShardingStep:
+    shards = shards_of[node.args[0]]
     if shape_of(node)[shards.dim] != shards.size:
         raise Refusal("an expand repeats shards, but the sharded dimension must keep its size")
     return ShardingStep(shards, reads_shape=True)
 
 
-def _columns_step(node: fx.Node, held: Held, ranks: int) -> ShardingStep:
+def _columns_step(node: fx.Node, shards_of: Held, ranks: int) -> ShardingStep:
     x, start, stop = node.args
-    shards = held[x]
+    shards = shards_of[x]
     if shards.dim != -1:
         return ShardingStep(shards)
     at, places = 0, []
@@ -313,14 +313,14 @@ def _columns_step(node: fx.Node, held: Held, ranks: int) -> ShardingStep:
     return ShardingStep(replace(shards, parts=parts), args={1: start // shares, 2: stop // shares})
 
 
-def _getitem(node: fx.Node, held: Held, ranks: int) -> ShardingStep:
+def _getitem(node: fx.Node, shards_of: Held, ranks: int) -> ShardingStep:
     x, index = node.args
     if isinstance(value(x), (tuple, list)):
-        return ShardingStep(held[x])
+        return ShardingStep(shards_of[x])
     index = spread_index(index, len(shape_of(x)))
     if any(isinstance(i, (fx.Node, list)) for i in index):
         raise Refusal("an index selects from the sharded dimensions, but only slices can")
-    at = len(shape_of(x)) + held[x].dim
+    at = len(shape_of(x)) + shards_of[x].dim
     if [i for i in index if i is not None][at] != ALL:
         raise Refusal("an index cuts shards, but must keep them whole")
     seen, out = -1, []
@@ -328,43 +328,48 @@ def _getitem(node: fx.Node, held: Held, ranks: int) -> ShardingStep:
         seen += i is not None
         if i is None or isinstance(i, slice):
             out.append(seen if i is not None else None)
-    return ShardingStep(held[x].on(out.index(at) - len(out)))
+    return ShardingStep(shards_of[x].on(out.index(at) - len(out)))
 
 
-def _pieces_step(node: fx.Node, held: Held, ranks: int) -> ShardingStep:
+def _pieces_step(node: fx.Node, shards_of: Held, ranks: int) -> ShardingStep:
     """Shard the pieces of torch.split and torch.chunk, which must cut an unsharded dimension."""
     x, dim = node.args[0], node.args[2]
-    if held[x].dim == dim:
+    if shards_of[x].dim == dim:
         raise Refusal(f"a {called(node)} cuts shards, but must keep them whole")
-    return ShardingStep(held[x])
+    return ShardingStep(shards_of[x])
 
 
-def _unbind(node: fx.Node, held: Held, ranks: int) -> ShardingStep:
+def _unbind(node: fx.Node, shards_of: Held, ranks: int) -> ShardingStep:
     x, dim = node.args
-    if held[x].dim == dim:
+    if shards_of[x].dim == dim:
         raise Refusal("an unbind cuts shards, but must keep them whole")
-    return ShardingStep(held[x].on(held[x].dim + (held[x].dim < dim)))
+    return ShardingStep(shards_of[x].on(shards_of[x].dim + (shards_of[x].dim < dim)))
 
 
-def _cat_step(node: fx.Node, held: Held, ranks: int) -> ShardingStep:
-    found = _aligned(node, list(node.args[0]), held)
-    if found.shards.dim == node.args[1]:
+def _cat_step(node: fx.Node, shards_of: Held, ranks: int) -> ShardingStep:
+    how = _aligned(node, list(node.args[0]), shards_of)
+    if how.shards.dim == node.args[1]:
         raise Refusal("a cat joins shards along the sharded dimension, but must use another one")
-    return found
+    return how
 
 
-def _repeat_interleave(node: fx.Node, held: Held, ranks: int) -> ShardingStep:
+def _repeat_interleave(node: fx.Node, shards_of: Held, ranks: int) -> ShardingStep:
     x, repeats, dim = node.args
-    shards = held[x]
+    shards = shards_of[x]
     if not isinstance(repeats, int):
         raise Refusal("shards are repeated a computed number of times, but the number must be constant")
     parts = tuple(part * repeats for part in shards.parts)
     return ShardingStep(replace(shards, parts=parts) if shards.dim == dim else shards)
 
 
-def _cross_entropy_step(node: fx.Node, held: Held, ranks: int) -> ShardingStep:
+def _cross_entropy_step(node: fx.Node, shards_of: Held, ranks: int) -> ShardingStep:
     logits, targets = node.args[:2]
-    if logits not in held or held[logits].dim != -1 or len(held[logits].parts) > 1 or targets in held:
+    if (
+        logits not in shards_of
+        or shards_of[logits].dim != -1
+        or len(shards_of[logits].parts) > 1
+        or targets in shards_of
+    ):
         raise Refusal("a cross entropy reads shards of rows, but needs shards of classes")
     return ShardingStep(None)
 

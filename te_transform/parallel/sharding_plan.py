@@ -47,20 +47,20 @@ class ShardingPlan:
     def _step(self, node: fx.Node) -> ShardingStep | None:
         """Return how a node is computed on shards, or None. Note the shards of its result."""
         try:
-            found = None if node.op == "output" else step(node, self.shards, self.ranks.count)
+            how = None if node.op == "output" else step(node, self.shards, self.ranks.count)
         except Refusal:
-            found = None
+            how = None
         if writes(node) and any(argument in self.shards for argument in node.all_input_nodes):
             raise Unshardable("the model writes in place to what would be sharded")
-        if found is None:
+        if how is None:
             whole = not any(argument in self.shards for argument in node.all_input_nodes)
             if node.target in ops.NORMS and whole and self._is_entered(node):
                 self.entered.add(node)
             return None
-        shards = self._tokens(self.shapes[node]) if found.is_term and self.sequence else found.shards
+        shards = self._tokens(self.shapes[node]) if how.is_term and self.sequence else how.shards
         if shards is not None:
             self.shards[node] = shards
-        return found
+        return how
 
     def _is_entered(self, norm: fx.Node) -> bool:
         """Return True if only linears that are divided by columns read a norm.
@@ -88,10 +88,10 @@ class ShardingPlan:
 
 def _values_with_gradient(graph: fx.Graph) -> set[fx.Node]:
     """Return the values that may have a gradient."""
-    found = {n for n in graph.nodes if n.op == "placeholder" and getattr(value(n), "requires_grad", 0)}
+    values = {n for n in graph.nodes if n.op == "placeholder" and getattr(value(n), "requires_grad", 0)}
     for node in graph.nodes:
-        if any(argument in found for argument in node.all_input_nodes):
-            held = value(node)
-            if not isinstance(held, Tensor) or held.is_floating_point():
-                found.add(node)
-    return found
+        if any(argument in values for argument in node.all_input_nodes):
+            tensor = value(node)
+            if not isinstance(tensor, Tensor) or tensor.is_floating_point():
+                values.add(node)
+    return values

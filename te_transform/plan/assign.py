@@ -74,13 +74,13 @@ def put_in_recipe(plan: Plan, options: Options) -> None:
 def products_in(plans: Iterable[tuple[str, Plan]], precision: PrecisionPlan) -> dict[str, bool]:
     """Return whether each product runs in the recipe, keyed by the parameter names of its weights."""
     # Modules around blocks have no sites yet: assume that their parameter is called "weight".
-    found = {f"{path}.weight": why is None for path, why in precision.sites.items()}
+    in_recipe = {f"{path}.weight": why is None for path, why in precision.sites.items()}
     for prefix, plan in plans:
         for site, path in product_paths(plan).items():
             inside = precision.sites[path_below(prefix, path)] is None
             names = (name_in_model(weight[0]) for weight in site.weights)
-            found |= {path_below(prefix, name): inside for name in names if name}
-    return found
+            in_recipe |= {path_below(prefix, name): inside for name in names if name}
+    return in_recipe
 
 
 def runs_in_recipe(precision: PrecisionPlan | None, prefix: str, path: str) -> bool:
@@ -126,9 +126,9 @@ def _foreign(site: Site, backend: Backend) -> Iterator[str]:
 def _too_wide(site: Site) -> Iterator[str]:
     dtypes = {dtype_of(parameter) for weight in site.weights for parameter in weight}
     if not dtypes <= {*DTYPES, torch.float32}:
-        found = ", ".join(sorted(map(dtype_name, dtypes)))
+        names = ", ".join(sorted(map(dtype_name, dtypes)))
         yield (
-            f"the weights are {found}, but FP8 needs bfloat16, float16, or float32 under torch.autocast: "
+            f"the weights are {names}, but FP8 needs bfloat16, float16, or float32 under torch.autocast: "
             "store them in one of these, as model.to(torch.bfloat16) does"
         )
 
@@ -168,5 +168,5 @@ def _floating_inputs(node: fx.Node) -> list[fx.Node]:
 
 
 def _is_floating(node: fx.Node) -> bool:
-    held = value(node)
-    return isinstance(held, Tensor) and held.is_floating_point()
+    tensor = value(node)
+    return isinstance(tensor, Tensor) and tensor.is_floating_point()

@@ -61,7 +61,7 @@ def works_of(
         precision: The products that run in a recipe, or None without a recipe.
         training: True if there is a backward.
     """
-    found = []
+    works = []
     for path, plan in plans:
         runs = _run_mode(plan, mode, precision)
         work = sum(map(computed, plan.before.nodes), Work())
@@ -70,8 +70,8 @@ def works_of(
             work = sum(_saved_by_fp8(path, plan, precision, runs.in_cuda_graphs), work)
         work = work.times(1 + BACKWARD) if training else work
         share = 1 / len(plans)  # of the fixed cost of a call
-        found.append((runs, replace(work, forwards=share, backwards=share * training)))
-    return found
+        works.append((runs, replace(work, forwards=share, backwards=share * training)))
+    return works
 
 
 def _run_mode(
@@ -293,11 +293,11 @@ def predicted_classes(
 ) -> dict[str, float]:
     """Return the seconds of a call by class of operations, and those in which the GPU waits for the CPU."""
     works = works_of(plans, run_mode_of(options), precision, training)
-    found: Counter[str] = Counter()
+    seconds_by_class: Counter[str] = Counter()
     for mode, work in works:
-        found.update(mode.gpu_classes(work, TIMES))
-    waiting = sum(mode.cpu_seconds(work, TIMES) for mode, work in works) - found.total()
-    return {kind: seconds for kind, seconds in {**found, WAITING: waiting}.items() if seconds > 0}
+        seconds_by_class.update(mode.gpu_classes(work, TIMES))
+    waiting = sum(mode.cpu_seconds(work, TIMES) for mode, work in works) - seconds_by_class.total()
+    return {kind: seconds for kind, seconds in {**seconds_by_class, WAITING: waiting}.items() if seconds > 0}
 
 
 def priced(

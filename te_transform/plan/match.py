@@ -106,10 +106,10 @@ class Plan:
         The site is None for refused matches, and for merged linears that became part of another site.
         """
         outputs = ((site, node) for site in self.sites for node in site.outputs)
-        made = {(site.rules[-1][0], node.meta["origin"]): site for site, node in outputs}
+        sites = {(site.rules[-1][0], node.meta["origin"]): site for site, node in outputs}
         for outcome in self.outcomes:
-            found = (made.get((outcome.rule, name)) for name in outcome.inside)
-            yield outcome, next(filter(None, found), None) if outcome.status == "fused" else None
+            matching = (sites.get((outcome.rule, name)) for name in outcome.inside)
+            yield outcome, next(filter(None, matching), None) if outcome.status == "fused" else None
 
     def joins(self) -> list[fx.Node]:
         """Return the canonical nodes that join the parameters of several linears."""
@@ -121,8 +121,8 @@ class Plan:
         PyTorch refuses to swap a tensor that has references, even weak ones, and Module.to() swaps the
         tensors of torchao.
         """
-        held = (value(node) for node in self.captured.graph.nodes)
-        for mode in {known.fake_mode for known in held if isinstance(known, FakeTensor)}:
+        values = (value(node) for node in self.captured.graph.nodes)
+        for mode in {known.fake_mode for known in values if isinstance(known, FakeTensor)}:
             mode.fake_tensor_converter.meta_converter.describer.lookup_tensor.clear()
 
     def roll_back(self, reasons: dict[Site, str]) -> None:
@@ -131,8 +131,8 @@ class Plan:
             self.sites.remove(site)
             for rule, path in site.rules:
                 index = self.outcomes.index(Outcome(rule, path, "fused"))
-                told = tuple(rolled_back(reason))
-                self.outcomes[index] = replace(self.outcomes[index], status="refused", reasons=told)
+                sentences = tuple(rolled_back(reason))
+                self.outcomes[index] = replace(self.outcomes[index], status="refused", reasons=sentences)
 
 
 def plan(captured: fx.GraphModule, options: Options, modules: tuple[str, ...] = ("",)) -> Plan:
@@ -142,53 +142,53 @@ def plan(captured: fx.GraphModule, options: Options, modules: tuple[str, ...] = 
         modules: The paths of the modules whose forward the graph is, such as the blocks that share it.
     """
     canonical = canonicalize(captured.graph, options.forms)
-    made = Plan(captured, canonical, edit.snapshot(canonical), modules)
+    planned = Plan(captured, canonical, edit.snapshot(canonical), modules)
     for rule in options.rules:
         misses: list[Miss] = []
         for match in find(rule.pattern, canonical, misses):
             taken = any(node._erased for node in match.nodes)  # overlaps an earlier match
             if not taken:
-                made.outcomes += _apply_rule(rule, match, made, options)
-        made.outcomes += _near_misses(rule, misses, made)
-    _keep_merged(made, options)
-    return made
+                planned.outcomes += _apply_rule(rule, match, planned, options)
+        planned.outcomes += _near_misses(rule, misses, planned)
+    _keep_merged(planned, options)
+    return planned
 
 
-def _keep_merged(made: Plan, options: Options) -> None:
+def _keep_merged(planned: Plan, options: Options) -> None:
     """Add a site for each merged linear that no later rule absorbed."""
-    for node in [n for n in made.canonical.nodes if n.op == "call_function" and "merged" in n.meta]:
-        _call(made, [node], "linear", options.backend.Linear(), node.args, [node.meta["merged"]])
+    for node in [n for n in planned.canonical.nodes if n.op == "call_function" and "merged" in n.meta]:
+        _call(planned, [node], "linear", options.backend.Linear(), node.args, [node.meta["merged"]])
 
 
-def _apply_rule(rule: Rule, match: Match, made: Plan, options: Options) -> list[Outcome]:
+def _apply_rule(rule: Rule, match: Match, planned: Plan, options: Options) -> list[Outcome]:
     bound = roles(match)
     read = shared(match, rule)
     known = {**vars(options), "shared": read, **bound}
     flat = [item for role in bound.values() for item in (role if isinstance(role, tuple) else (role,))]
     operations = [item for item in flat if isinstance(item, Operation)]
-    reasons = [*refusals(match, operations, options.skip, made.modules, rule), *reasons_of(rule, known)]
-    path, inside = _match_path(match, operations), _replaced(made, match.nodes)
+    reasons = [*refusals(match, operations, options.skip, planned.modules, rule), *reasons_of(rule, known)]
+    path, inside = _match_path(match, operations), _replaced(planned, match.nodes)
     if None in reasons:  # no gain: leave it out of the report
         return []
     if reasons:
-        told = tuple(dict.fromkeys(reasons))
-        return [Outcome(rule.name, path, "refused", told, _weights(match.nodes), inside=inside)]
+        sentences = tuple(dict.fromkeys(reasons))
+        return [Outcome(rule.name, path, "refused", sentences, _weights(match.nodes), inside=inside)]
     if isinstance(rule.pattern, Siblings):
-        merged = edit.merge(made.canonical, _activated_first(match.nodes))
+        merged = edit.merge(planned.canonical, _activated_first(match.nodes))
         merged.meta["merged"] = (rule.name, path)
     else:
-        _put(rule, match, made, ask(rule, "build", known), bound, path)
+        _put(rule, match, planned, ask(rule, "build", known), bound, path)
     return [Outcome(rule.name, path, "fused", inside=inside)]
 
 
-def _replaced(made: Plan, nodes: Sequence[fx.Node]) -> frozenset[str]:
+def _replaced(planned: Plan, nodes: Sequence[fx.Node]) -> frozenset[str]:
     """Return the names of the captured operations of a match, whose root is the first node.
 
     Columns of a merged linear stand for the linears that were merged. A root that replaces no captured
     operation is reshaped into one that does.
     """
     stood_for = [node for node in nodes if "merged" in node.meta or node is nodes[0]]
-    return replaced(made.by_name, {*nodes, *(end for node in stood_for for end in _standing(node))})
+    return replaced(planned.by_name, {*nodes, *(end for node in stood_for for end in _standing(node))})
 
 
 def _match_path(match: Match, operations: list[Operation]) -> str:
@@ -214,7 +214,7 @@ def _activated_first(linears: tuple[fx.Node, ...]) -> list[fx.Node]:
     return sorted(linears, key=lambda node: not activated(node)) if len(linears) == 2 else list(linears)
 
 
-def _put(rule: Rule, match: Match, made: Plan, fused: nn.Module, bound: dict[str, Any], path: str) -> None:
+def _put(rule: Rule, match: Match, planned: Plan, fused: nn.Module, bound: dict[str, Any], path: str) -> None:
     """Replace a match by the rule's op."""
     # the match of a gated MLP contains its first linear twice, once for each half
     absorbed = list(dict.fromkeys(node.meta["merged"] for node in match.nodes if "merged" in node.meta))
@@ -222,13 +222,13 @@ def _put(rule: Rule, match: Match, made: Plan, fused: nn.Module, bound: dict[str
     given = [bound[role].node for role in shared(match, rule)]
     readers = (user for node in given for user in node.users if user not in match.nodes)
     at = min([match.root, *readers])
-    node = _call(made, match.nodes, rule.name, fused, args, [*absorbed, (rule.name, path)], at)
+    node = _call(planned, match.nodes, rule.name, fused, args, [*absorbed, (rule.name, path)], at)
     if others := [*(bound[role].node for role in rule.hands_out), *given]:
-        edit.hand_out(made.canonical, node, others)
+        edit.hand_out(planned.canonical, node, others)
 
 
 def _call(
-    made: Plan,
+    planned: Plan,
     nodes: Sequence[fx.Node],
     what: str,
     fused: nn.Module,
@@ -238,12 +238,12 @@ def _call(
 ) -> fx.Node:
     """Add a call of the fused op to the canonical graph, replacing `nodes`, or in front of `at`."""
     stem = f"{rules[-1][1]}.{what}".lstrip(".")
-    taken = {site.name for site in made.sites}
+    taken = {site.name for site in planned.sites}
     name = next(n for n in chain([stem], (f"{stem}_{i}" for i in count(1))) if n not in taken)
-    node = edit.replace(made.canonical, nodes, name, args, at)
+    node = edit.replace(planned.canonical, nodes, name, args, at)
     node.meta["fused"] = what
     node.meta.pop("merged", None)  # no longer a merged linear without a site
-    made.sites.append(Site(rules, fused, node))
+    planned.sites.append(Site(rules, fused, node))
     return node
 
 
@@ -253,11 +253,11 @@ def _op_argument(name: str, bound: dict[str, Any]) -> Any:
     `name` is a role of the match, or "role.argument". The result is None if the match lacks it.
     """
     role, _, wanted = name.partition(".")
-    found = bound.get(role)
-    if not wanted or found is None:
-        return found.node if isinstance(found, Operation) else found
+    value_of_role = bound.get(role)
+    if not wanted or value_of_role is None:
+        return value_of_role.node if isinstance(value_of_role, Operation) else value_of_role
     try:
-        return argument(found.node, wanted)
+        return argument(value_of_role.node, wanted)
     except AttributeError:
         return None
 
@@ -267,7 +267,7 @@ def _weights(nodes: Sequence[fx.Node]) -> int:
     return sum(value(node.args[1]).numel() for node in set(nodes) if node.target is ops.linear)
 
 
-def _near_misses(rule: Rule, misses: list[Miss], made: Plan) -> list[Outcome]:
+def _near_misses(rule: Rule, misses: list[Miss], planned: Plan) -> list[Outcome]:
     """Return a refused outcome for each near miss that a user can act on.
 
     A near miss matches more than half of the rule's pattern.
@@ -278,8 +278,8 @@ def _near_misses(rule: Rule, misses: list[Miss], made: Plan) -> list[Outcome]:
             continue
         # report the miss like a match, at the module around its nodes; merged linears span other modules
         own = [node for node in miss.nodes if node.target not in ops.NORMS and "merged" not in node.meta]
-        where, inside = edit.innermost(map(path_of, own)), _replaced(made, miss.nodes)
-        if told := tuple(missed(miss)):
+        where, inside = edit.innermost(map(path_of, own)), _replaced(planned, miss.nodes)
+        if sentences := tuple(missed(miss)):
             weights = _weights(miss.nodes)
-            outcomes.append(Outcome(rule.name, where, "refused", told, weights, inside=inside))
+            outcomes.append(Outcome(rule.name, where, "refused", sentences, weights, inside=inside))
     return outcomes

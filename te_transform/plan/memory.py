@@ -166,20 +166,20 @@ def kept_by_site(prefix: str, plan: Plan, precision: PrecisionPlan | None) -> di
 
 def _simulated(steps: list[_Step], outputs: int, gradients: int) -> tuple[int, Counter[str]]:
     """Return the bytes saved after the forward, and the peak by class; the caller keeps the outputs."""
-    held = Counter({"outputs": outputs})
+    memory = Counter({"outputs": outputs})
     for step in steps:
-        held[step.kind] += step.released
-    kept, grown, peak = held.total(), 0, held.copy()
+        memory[step.kind] += step.released
+    kept, grown, peak = memory.total(), 0, memory.copy()
     for step in reversed(steps):
         grown += step.gradients
         more = step.transient + step.flowing
-        if held.total() + grown + more > peak.total():
-            peak = held.copy()
+        if memory.total() + grown + more > peak.total():
+            peak = memory.copy()
             # fewer bytes than before: the backward has freed some of its own
             peak.update({"gradients": grown, "temporary" if more > 0 else step.kind: more})
-        held[step.kind] -= step.released
-    if held.total() + gradients > peak.total():
-        peak = held.copy()
+        memory[step.kind] -= step.released
+    if memory.total() + gradients > peak.total():
+        peak = memory.copy()
         peak["gradients"] += gradients
     return kept, peak
 
@@ -226,12 +226,12 @@ def _output_storages(plan: Plan) -> set[fx.Node]:
 
 def _operations_with_gradient(graph: fx.Graph) -> list[fx.Node]:
     """Return the operations that a gradient flows through."""
-    found: dict[fx.Node, None] = {}
+    operations: dict[fx.Node, None] = {}
     for node in graph.nodes:
         starts = node.op == "placeholder" and is_tensor_node(node) and value(node).requires_grad
-        if starts or any(source in found for source in node.all_input_nodes):
-            found[node] = None
-    return [node for node in found if node.op not in ("placeholder", "output") and not _is_weight(node)]
+        if starts or any(source in operations for source in node.all_input_nodes):
+            operations[node] = None
+    return [node for node in operations if node.op not in ("placeholder", "output") and not _is_weight(node)]
 
 
 def _of_operation(node: fx.Node) -> _Step:
@@ -265,8 +265,8 @@ def _of_site(site: Site, in_fp8: bool, delayed: bool) -> _Step:
         return _Step(node, data)
     if isinstance(site.fused, ChunkedLoss):
         return _of_chunked_loss(node, data)
-    if (told := site.fused.step_memory(*node.args)) is not None:
-        return _Step(node, data, *told)
+    if (memory := site.fused.step_memory(*node.args)) is not None:
+        return _Step(node, data, *memory)
     return _of_products(site, data, in_fp8, delayed) if site.weights else _Step(node)  # a rotation
 
 

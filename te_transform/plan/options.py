@@ -70,7 +70,7 @@ class Options:
 
         CUDA graphs are included if this machine supports them, or if `planning`.
         """
-        found = {"as it is": replace(self, compile=False, recipe=None, run_original=True)}
+        choices = {"as it is": replace(self, compile=False, recipe=None, run_original=True)}
         recipes = [None] if self.recipe is None else [None, self.recipe]
         for replayed in (False, True)[: 1 + (planning or cuda_graphs())]:
             for compiled in (False, True):
@@ -78,8 +78,8 @@ class Options:
                     words = [self.backend.NAME, _name_of(recipe)]
                     words += ["compiled"] * compiled + ["as CUDA graphs"] * replayed
                     name = ", ".join(word for word in words if word)
-                    found[name] = replace(self, compile=compiled, graphs=replayed, recipe=recipe)
-        return found
+                    choices[name] = replace(self, compile=compiled, graphs=replayed, recipe=recipe)
+        return choices
 
     @property
     def rules(self) -> tuple[Rule, ...]:
@@ -96,9 +96,9 @@ class Options:
         others = ("skip", "approximate", "pad_vocabulary", "chunked_loss", "compile", "graphs", "inplace")
         others += ("verify",)
         differing = [name for name in others if getattr(self, name) != getattr(Options, name)]
-        found = [f"{name}={getattr(self, name)!r}" for name in differing]
+        arguments = [f"{name}={getattr(self, name)!r}" for name in differing]
         recipe = [f"recipe={_name_of(self.recipe)!r}"] if self.recipe is not None else []
-        return f"backend={self.backend.NAME!r}", *recipe, *found
+        return f"backend={self.backend.NAME!r}", *recipe, *arguments
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "backend": self.backend.__name__}  # modules are pickled by name
@@ -278,17 +278,17 @@ def _check_names(rule: Rule) -> None:
         type(part).__module__ != Pattern.__module__ for part in parts
     ):  # a user's own pattern class may bind any name
         return
-    found: dict[str, tuple[Any, ...]] = {}
+    targets: dict[str, tuple[Any, ...]] = {}
     for part in parts:
         for name in filter(None, (getattr(part, "role", None), getattr(part, "name", None))):
-            found[name] = (*found.get(name, ()), *targets_of(part))
+            targets[name] = (*targets.get(name, ()), *targets_of(part))
     for field, (role, _, argument) in _names_in_rule(rule):
-        if role not in found:
+        if role not in targets:
             raise OptionError(
-                f"expected roles of the pattern ({', '.join(found)}) in {field} of the rule {rule.name!r}, "
+                f"expected roles of the pattern ({', '.join(targets)}) in {field} of the rule {rule.name!r}, "
                 f"got {role!r}"
             )
-        ours = [target for target in found[role] if ops.is_op(target)]
+        ours = [target for target in targets[role] if ops.is_op(target)]
         known = dict.fromkeys(name for target in ours for name in signature(target).parameters)
         if argument and ours and argument not in known:
             raise OptionError(

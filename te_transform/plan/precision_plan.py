@@ -109,7 +109,7 @@ class PrecisionPlan:
                 entry.
         """
         try:
-            found = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+            entries = tomllib.loads(Path(path).read_text(encoding="utf-8"))
         except (OSError, TypeError) as error:  # no such file, or not a path
             why = getattr(error, "strerror", error)
             raise PrecisionError(
@@ -119,19 +119,19 @@ class PrecisionPlan:
             raise PrecisionError(
                 f"expected TOML in {path}, got an error ({error}); write() makes a file to start from"
             ) from error
-        sites = found.get("sites", {})
+        sites = entries.get("sites", {})
         texts = isinstance(sites, dict) and all(isinstance(why, str) for why in sites.values())
         # a misspelled table must not be ignored
-        known = found.keys() <= {"recipe", "small_calls", "sites"}
-        small = found.get("small_calls", False)
-        if not (isinstance(found.get("recipe"), str) and isinstance(small, bool) and texts and known):
+        known = entries.keys() <= {"recipe", "small_calls", "sites"}
+        small = entries.get("small_calls", False)
+        if not (isinstance(entries.get("recipe"), str) and isinstance(small, bool) and texts and known):
             raise PrecisionError(
                 f'expected in {path} a line recipe = "fp8-delayed", a table [sites] of paths with "fp8" or a '
                 "reason, and at most a line small_calls = true, got something else; write() makes a file to "
                 "start from"
             )
         try:
-            return cls(found["recipe"], sites, small)
+            return cls(entries["recipe"], sites, small)
         except PrecisionError as error:
             raise PrecisionError(f"{path}: {error}") from error
 

@@ -18,11 +18,11 @@ _INDEX_DTYPES = (torch.int64, torch.bool)  # dtypes of indices and masks
 
 def quantized_modules(model: nn.Module) -> dict[str, list[str]]:
     """Return the paths of modules with quantized weights, keyed by a text like "int8 of Linear8bitLt"."""
-    found: dict[str, list[str]] = {}
+    paths: dict[str, list[str]] = {}
     for path, module in model.named_modules():
-        if held := next(_quantized_dtypes(module), None):
-            found.setdefault(f"{held} of {type(module).__name__}", []).append(path)
-    return found
+        if dtype := next(_quantized_dtypes(module), None):
+            paths.setdefault(f"{dtype} of {type(module).__name__}", []).append(path)
+    return paths
 
 
 def _quantized_dtypes(module: nn.Module) -> Iterator[str]:

@@ -51,9 +51,9 @@ def refusals(
 
 def _skipped(operation: Operation, skip: tuple[str, ...], modules: tuple[str, ...]) -> Iterator[str]:
     """Yield a reason if `skip` names one of the modules that share the graph: none of them is fused then."""
-    found = [skipped_by(path_below(module, operation.path), skip) for module in modules]
-    if glob := next(filter(None, found), None):
-        what = "the module" if all(found) else "a module that shares its captured graph"
+    globs = [skipped_by(path_below(module, operation.path), skip) for module in modules]
+    if glob := next(filter(None, globs), None):
+        what = "the module" if all(globs) else "a module that shares its captured graph"
         yield f"{what} is skipped by skip={glob!r}: leave it out of skip= to have it fused"
 
 
@@ -77,14 +77,14 @@ def _of_weight(operation: Operation, name: str) -> Iterator[str]:
 
 def _of_source(what: str, source: Any, is_matrix: bool) -> Iterator[str]:
     """Yield the reason why a kernel cannot read a tensor as a weight or as a vector."""
-    held = value(source)
+    tensor = value(source)
     if is_matrix and (whole := _base_parameter(source)) is not None:
         yield (
-            f"{what} {list(held.shape)} is a view of a parameter {list(value(whole).shape)}, but kernels "
+            f"{what} {list(tensor.shape)} is a view of a parameter {list(value(whole).shape)}, but kernels "
             "need a whole parameter: store it as a parameter of its own"
         )
     elif is_matrix and _is_cast(source):
-        dtype = dtype_name(held.dtype)
+        dtype = dtype_name(tensor.dtype)
         yield f"{what} is cast to {dtype} at every call, but kernels need a parameter: store it in {dtype}"
     elif is_matrix and (not isinstance(source, fx.Node) or source.op != "placeholder"):
         yield (
@@ -97,13 +97,14 @@ def _of_source(what: str, source: Any, is_matrix: bool) -> Iterator[str]:
             f"{what} is {kind}, but kernels need a parameter: store it as an nn.Parameter, with "
             "requires_grad=False if it is not trained"
         )
-    elif is_traceable_wrapper_subclass(held) and not isinstance(held, FP8Only):
+    elif is_traceable_wrapper_subclass(tensor) and not isinstance(tensor, FP8Only):
         yield (
-            f"{what} is a {type(held).__name__}, but kernels need a plain tensor: load plain tensors instead"
+            f"{what} is a {type(tensor).__name__}, but kernels need a plain tensor: load plain tensors "
+            "instead"
         )
-    elif not held.is_floating_point():
+    elif not tensor.is_floating_point():
         yield (
-            f"{what} is {dtype_name(held.dtype)}, but kernels need a floating-point parameter: no kernel "
+            f"{what} is {dtype_name(tensor.dtype)}, but kernels need a floating-point parameter: no kernel "
             "supports another dtype"
         )
 
@@ -129,9 +130,9 @@ def _base_parameter(weight: Any) -> fx.Node | None:
 def _mixed(operations: list[Operation]) -> Iterator[str]:
     weights = [(op.op, op.weight) for op in operations if isinstance(op.weight, Tensor)]
     if len({weight.dtype for _, weight in weights}) > 1:
-        found = ", ".join(dict.fromkeys(f"{op} {dtype_name(weight.dtype)}" for op, weight in weights))
+        dtypes = ", ".join(dict.fromkeys(f"{op} {dtype_name(weight.dtype)}" for op, weight in weights))
         yield (
-            f"the parameters have several dtypes ({found}), but a fused module needs one dtype: store them "
+            f"the parameters have several dtypes ({dtypes}), but a fused module needs one dtype: store them "
             "in one, as model.to(torch.bfloat16) does"
         )
 
@@ -139,8 +140,8 @@ def _mixed(operations: list[Operation]) -> Iterator[str]:
 def shared(match: Match, rule: Rule) -> tuple[str, ...]:
     """Return the roles in the rule's `shares` whose values are also read outside the match."""
     own = set(match.nodes)
-    found = {name: match.bound[name] for name in rule.shares if match.bound.get(name) in own}
-    return tuple(name for name, node in found.items() if node.users.keys() - own)
+    nodes = {name: match.bound[name] for name in rule.shares if match.bound.get(name) in own}
+    return tuple(name for name, node in nodes.items() if node.users.keys() - own)
 
 
 def _read_elsewhere(match: Match, rule: Rule) -> Iterator[str]:
@@ -199,13 +200,13 @@ def _written_later(match: Match) -> Iterator[str]:
 
 def readers(users: Iterable[fx.Node]) -> list[str]:
     """Return the names of the operations that read a value; views are replaced by their readers."""
-    found: set[str] = set()
+    names: set[str] = set()
     for user in users:
         if may_be_view(user) and user.users:
-            found.update(readers(user.users))
+            names.update(readers(user.users))
         else:
-            found.add("the model's output" if user.op == "output" else user.meta.get("fused", called(user)))
-    return sorted(found)
+            names.add("the model's output" if user.op == "output" else user.meta.get("fused", called(user)))
+    return sorted(names)
 
 
 def missed(miss: Miss) -> Iterator[str]:
@@ -233,10 +234,10 @@ def missed(miss: Miss) -> Iterator[str]:
         yield from _shared_columns(reads)
 
 
-def _fused_with(found: Any) -> str:
+def _fused_with(node: Any) -> str:
     """Return the name of the rule whose op returns the value beside its result, such as a norm, or ""."""
-    is_item = isinstance(found, fx.Node) and found.target is operator.getitem and found.args[1] != 0
-    return found.args[0].meta.get("fused", "") if is_item else ""
+    is_item = isinstance(node, fx.Node) and node.target is operator.getitem and node.args[1] != 0
+    return node.args[0].meta.get("fused", "") if is_item else ""
 
 
 def _has_first_linear(miss: Miss) -> bool:
@@ -276,15 +277,17 @@ def _wanted(pattern: Pattern) -> str:
     return "a part of a linear's columns" if ops.columns in pattern.roots else str(pattern)
 
 
-def _described(found: Any) -> str:
-    if not isinstance(found, fx.Node):
-        return repr(found)
-    if found.target is ops.columns:
+def _described(operand: Any) -> str:
+    if not isinstance(operand, fx.Node):
+        return repr(operand)
+    if operand.target is ops.columns:
         return "a part of a linear's columns"
-    if is_model_tensor(found):
-        return f"a tensor of the model {list(value(found).shape)}"
+    if is_model_tensor(operand):
+        return f"a tensor of the model {list(value(operand).shape)}"
     return (
-        f"the input {re.sub(_LAYER_NUMBER, '_*', found.name)}" if found.op == "placeholder" else called(found)
+        f"the input {re.sub(_LAYER_NUMBER, '_*', operand.name)}"
+        if operand.op == "placeholder"
+        else called(operand)
     )
 
 
@@ -295,8 +298,8 @@ def cut(operations: Collection[fx.Node]) -> Iterator[str]:
         numbers = {abs(region) for region in regions}
         barriers = {*range(-max(numbers), -min(numbers)), *(region for region in regions if region < 0)}
         graph = next(iter(operations)).graph
-        found = (called(node).lstrip("_") for node in graph.nodes if node.meta.get("region", 0) in barriers)
-        names = dict.fromkeys(found) or ["an in-place operation"]  # whose result nothing reads
+        calls = (called(node).lstrip("_") for node in graph.nodes if node.meta.get("region", 0) in barriers)
+        names = dict.fromkeys(calls) or ["an in-place operation"]  # whose result nothing reads
         yield (
             f"the model calls {', '.join(names)} between these operations (a write, or a change of mode), "
             "but the fused module is one call: move it before or after them"

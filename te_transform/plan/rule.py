@@ -63,7 +63,7 @@ class Rule:
     def __reduce__(self) -> tuple:
         """Pickle the rule by its global name: patterns may hold functions that cannot be pickled."""
         home = sys.modules[self.refuse.__module__]
-        name = next((name for name, held in vars(home).items() if held is self), None)
+        name = next((name for name, attribute in vars(home).items() if attribute is self), None)
         if name is None:
             raise TypeError(
                 f"expected the rule {self.name!r} to be a global of {home.__name__}, to pickle a converted "
@@ -141,9 +141,9 @@ class Operation:
     node: fx.Node
 
     def __getattr__(self, name: str) -> Any:
-        found = argument(self.node, name)
-        held = value(found)
-        return held if isinstance(held, Tensor) else found
+        given = argument(self.node, name)
+        tensor = value(given)
+        return tensor if isinstance(tensor, Tensor) else given
 
     @property
     def value(self) -> Any:
@@ -179,17 +179,17 @@ class Operation:
         return stored_in(argument(self.node, name))
 
 
-def stored_in(found: Any) -> tuple[Any, ...]:
+def stored_in(weight: Any) -> tuple[Any, ...]:
     """Return the nodes of the model's tensors behind a weight, through ops.join, torch.t and reshapes."""
-    if found is None:
+    if weight is None:
         return ()
-    if isinstance(found, fx.Node) and found.target is ops.join:
-        held = (
-            argument for argument in found.args if isinstance(argument, fx.Node)
+    if isinstance(weight, fx.Node) and weight.target is ops.join:
+        nodes = (
+            argument for argument in weight.args if isinstance(argument, fx.Node)
         )  # a number stands for zeros
-        return tuple(part for argument in held for part in stored_in(argument))
-    whole = reshaped(found.args[0] if isinstance(found, fx.Node) and found.target is torch.t else found)
-    return (whole if is_model_tensor(whole) else found,)
+        return tuple(part for argument in nodes for part in stored_in(argument))
+    whole = reshaped(weight.args[0] if isinstance(weight, fx.Node) and weight.target is torch.t else weight)
+    return (whole if is_model_tensor(whole) else weight,)
 
 
 _RESHAPE_TARGETS = (torch.reshape, torch.unsqueeze, torch.squeeze, "squeeze")
@@ -206,14 +206,14 @@ def reshaped(weight: Any) -> Any:
 def roles(match: Match) -> dict[str, Any]:
     """Return the bound names of a match, with covered operations as Operation objects."""
 
-    def seen(role: str, found: Any) -> Any:
-        if isinstance(found, tuple):
-            return tuple(seen(role, item) for item in found)
+    def seen(role: str, bound: Any) -> Any:
+        if isinstance(bound, tuple):
+            return tuple(seen(role, item) for item in bound)
         # an operation outside the match is an input, whatever its op
-        covered = isinstance(found, fx.Node) and found in match.nodes
-        return Operation(role, found) if covered and ops.is_op(found.target) else found
+        covered = isinstance(bound, fx.Node) and bound in match.nodes
+        return Operation(role, bound) if covered and ops.is_op(bound.target) else bound
 
-    return {role: seen(role, found) for role, found in match.bound.items()}
+    return {role: seen(role, bound) for role, bound in match.bound.items()}
 
 
 class RuleError(RuntimeError):
@@ -236,12 +236,12 @@ def ask(rule: Rule, what: Literal["refuse", "build"], known: dict[str, Any]) -> 
             "alternatives"
         )
     try:
-        found = function(**{name: known[name] for name in wanted})
+        answer = function(**{name: known[name] for name in wanted})
     except Exception as error:
         raise _raised(rule, what, error) from error
-    if what == "build" and not isinstance(found, FusedOp):
-        raise RuleError(f"expected a FusedOp from build() of the rule {rule.name!r}, got {found!r}")
-    return found
+    if what == "build" and not isinstance(answer, FusedOp):
+        raise RuleError(f"expected a FusedOp from build() of the rule {rule.name!r}, got {answer!r}")
+    return answer
 
 
 def _raised(rule: Rule, what: str, error: Exception) -> RuleError:
@@ -256,16 +256,16 @@ def reasons_of(rule: Rule, known: dict[str, Any]) -> list[str | None]:
         RuleError: a parameter names no known value, the function raised, or it yields something else than
             sentences.
     """
-    found = ask(rule, "refuse", known)
-    if isinstance(found, str) or not isinstance(found, Iterable):
+    reasons = ask(rule, "refuse", known)
+    if isinstance(reasons, str) or not isinstance(reasons, Iterable):
         raise RuleError(
-            f"expected an iterator of reasons from refuse() of the rule {rule.name!r}, got {found!r}; yield "
-            "each reason"
+            f"expected an iterator of reasons from refuse() of the rule {rule.name!r}, got {reasons!r}; "
+            "yield each reason"
         )
     try:
-        found = list(found)
+        reasons = list(reasons)
     except Exception as error:
         raise _raised(rule, "refuse", error) from error
-    if wrong := [reason for reason in found if reason is not None and not isinstance(reason, str)]:
+    if wrong := [reason for reason in reasons if reason is not None and not isinstance(reason, str)]:
         raise RuleError(f"expected sentences from refuse() of the rule {rule.name!r}, got {wrong[0]!r}")
-    return found
+    return reasons

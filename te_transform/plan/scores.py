@@ -150,9 +150,9 @@ def towards(
         last: True if paths lead towards the end of the graph.
         where: Return True for the nodes of a path.
     """
-    found = reached(following(start), lambda node: () if _is_product(node) else following(node), where)
+    nodes = reached(following(start), lambda node: () if _is_product(node) else following(node), where)
     leading: set[fx.Node] = set()
-    for node in sorted(found, reverse=last):
+    for node in sorted(nodes, reverse=last):
         if _is_product(node) or leading.intersection(following(node)):
             leading.add(node)
     return sorted(leading)

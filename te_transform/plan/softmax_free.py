@@ -32,9 +32,9 @@ _BETWEEN_PRODUCTS = {*_POINTWISE, *TURNS, torch.cumsum, "cumsum"}  # a sum over 
 
 def missing_softmax(product: fx.Node) -> Iterator[str]:
     """Yield why attention whose last product this is cannot be fused; yield nothing for other products."""
-    if found := _instead_of_softmax(product):
+    if operations := _instead_of_softmax(product):
         yield (
-            f"the attention has {found} in place of the softmax, but fused attention needs a softmax "
+            f"the attention has {operations} in place of the softmax, but fused attention needs a softmax "
             "over the keys: pass compile=True, which joins the operations between the products"
         )
     elif feature_map := _feature_map(product):

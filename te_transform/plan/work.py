@@ -95,5 +95,5 @@ def replaced(captured: Mapping[str, fx.Node], nodes: Collection[fx.Node]) -> fro
 
 def origins(nodes: Iterable[fx.Node]) -> set[str]:
     """Return the names of the captured nodes that canonical nodes replace or are computed from."""
-    found = reached(nodes, lambda node: () if "origin" in node.meta else node.all_input_nodes)
-    return {node.meta["origin"] for node in found if "origin" in node.meta}
+    sources = reached(nodes, lambda node: () if "origin" in node.meta else node.all_input_nodes)
+    return {node.meta["origin"] for node in sources if "origin" in node.meta}

@@ -117,7 +117,7 @@ def alike(label: Label) -> tuple[str, str, str]:
 
 def where(labels: Iterable[Label]) -> str:
     """Return the paths of labels as text."""
-    found = [*labels]
-    if not found[0].kind and not found[0].path:
+    all_labels = [*labels]
+    if not all_labels[0].kind and not all_labels[0].path:
         return "outside of modules"
-    return listed(label.path for label in found)
+    return listed(label.path for label in all_labels)

@@ -43,9 +43,9 @@ _ASK_FUSED = (
 )
 
 
-def math_attention(found: Analysis) -> Iterator[Suspect]:
+def math_attention(analysis: Analysis) -> Iterator[Suspect]:
     """Yield calls of scaled_dot_product_attention that ran its math backend."""
-    for op in found.forward():
+    for op in analysis.forward():
         if op.name == _MATH and op.outer is not None:
             call = op.outer.event
             shapes, has_mask = call.shapes[:3], len(call.shapes) > 3 and bool(call.dtypes[3])
@@ -53,8 +53,10 @@ def math_attention(found: Analysis) -> Iterator[Suspect]:
             dtype = EVENT_DTYPES.get(call.dtypes[0])
             before = partial(_by_sdpa, backends=[SDPBackend.MATH], masked=has_mask)
             after, name = partial(_by_sdpa, masked=has_mask), f"{_MATH} {has_mask}"
-            trial = dtype and Replacement(shapes, dtype, before, after, found.recording.is_training, name)
-            yield Suspect("math attention", op.label, evidence, _ASK_FUSED, found.by_outer[op.outer], trial)
+            trial = dtype and Replacement(shapes, dtype, before, after, analysis.recording.is_training, name)
+            yield Suspect(
+                "math attention", op.label, evidence, _ASK_FUSED, analysis.by_outer[op.outer], trial
+            )
 
 
 def _by_sdpa(
@@ -75,16 +77,16 @@ def _by_sdpa(
         )
 
 
-def written_out_attention(found: Analysis) -> Iterator[Suspect]:
+def written_out_attention(analysis: Analysis) -> Iterator[Suspect]:
     """Yield attention that consists of two products with a softmax in between."""
-    ops = [*found.forward()]
+    ops = [*analysis.forward()]
     products = [number for number, op in enumerate(ops) if op.name in _ATEN_PRODUCTS]
     softmaxes = [number for number, op in enumerate(ops) if op.name == "_softmax"]
     for softmax in softmaxes:
         first = max((number for number in products if number < softmax), default=None)
         last = min((number for number in products if number > softmax), default=None)
         if first is not None and last is not None and _are_of_one(ops[first], ops[last]):
-            yield _written_out_suspect(found, ops[first : last + 1])
+            yield _written_out_suspect(analysis, ops[first : last + 1])
 
 
 def _are_of_one(first: Op, last: Op) -> bool:
@@ -97,7 +99,7 @@ def _are_of_one(first: Op, last: Op) -> bool:
     return not is_in_sdpa and of_values[0] == (scores[0][0], rows, columns)
 
 
-def _written_out_suspect(found: Analysis, ops: Sequence[Op]) -> Suspect:
+def _written_out_suspect(analysis: Analysis, ops: Sequence[Op]) -> Suspect:
     first, last = ops[0], ops[-1]
     (heads, rows, size), (_, _, columns) = factor_shapes(first)
     _, of_values = factor_shapes(last)
@@ -111,13 +113,13 @@ def _written_out_suspect(found: Analysis, ops: Sequence[Op]) -> Suspect:
         dtype,
         partial(_as_written, **options),
         partial(_by_sdpa, **options),
-        found.recording.is_training,
+        analysis.recording.is_training,
         f"attention {options}",
     )
     of_one = {op.outer for op in ops}
-    taken = sum(found.by_outer[op] for op in of_one if op is not None)
-    told = "with a mask" * has_mask, "with dropout" * has_dropout
-    evidence = " ".join(filter(None, (f"attention of [{heads}, {rows}, {columns}] is written out", *told)))
+    taken = sum(analysis.by_outer[op] for op in of_one if op is not None)
+    details = "with a mask" * has_mask, "with dropout" * has_dropout
+    evidence = " ".join(filter(None, (f"attention of [{heads}, {rows}, {columns}] is written out", *details)))
     return Suspect("written-out attention", first.label, evidence, _ASK_SDPA, taken, trial)
 
 
@@ -132,22 +134,22 @@ def _zero_mask(query: Tensor, key: Tensor) -> Tensor:
     return torch.zeros(query.size(-2), key.size(-2), dtype=query.dtype, device=query.device)
 
 
-def needless_mask(found: Analysis) -> Iterator[Suspect]:
+def needless_mask(analysis: Analysis) -> Iterator[Suspect]:
     """Yield masks that hide nothing, or exactly what is_causal=True hides."""
-    watch = found.recording.watch
+    watch = analysis.recording.watch
     for line, hidden in watch.masks.items() if watch is not None else ():
         kind = " and ".join(hidden)
-        called = [op for op in found.forward() if op.name == _SDPA and op.label == line.label]
+        called = [op for op in analysis.forward() if op.name == _SDPA and op.label == line.label]
         if kind not in _NEEDLESS or not called:
             continue
         tells, advice = _NEEDLESS[kind]
-        largest = max(called, key=lambda op: found.by_outer[op])
+        largest = max(called, key=lambda op: analysis.by_outer[op])
         dtype = EVENT_DTYPES.get(largest.event.dtypes[0])
         shapes = largest.event.shapes[:3]
         before, after = partial(_by_sdpa, masked=True), partial(_by_sdpa, is_causal=kind == "causal")
         trial = dtype and Replacement(
-            shapes, dtype, before, after, found.recording.is_training, f"mask of {kind}"
+            shapes, dtype, before, after, analysis.recording.is_training, f"mask of {kind}"
         )
         evidence = f"the mask of {_SDPA} at {line.place} hides {tells}"
-        taken = sum(found.by_outer[op] for op in called)
+        taken = sum(analysis.by_outer[op] for op in called)
         yield Suspect("needless mask", line.label, evidence, advice, taken, trial)

@@ -62,8 +62,8 @@ def operation_class(name: str) -> str:
     OVERHEAD means that the event itself computes nothing: views, composed operations, ranges, autograd nodes
     and functions in Python. The class of what runs inside then counts.
     """
-    found = kernel_class(name)
-    return found if "::" in name or found in (COMMUNICATION, COMPILED) else OVERHEAD
+    name_of_class = kernel_class(name)
+    return name_of_class if "::" in name or name_of_class in (COMMUNICATION, COMPILED) else OVERHEAD
 
 
 def operation_class_of_copy(name: str, dtypes: tuple[str, ...]) -> str:

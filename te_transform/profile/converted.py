@@ -48,10 +48,10 @@ class Labeled:
 
     def _lowered(self, executor: Executor) -> fx.GraphModule:
         version = self.graph.as_captured.version
-        told = version.plan, version.scattered, version.disabled
+        arguments = version.plan, version.scattered, version.disabled
         if isinstance(executor, Fused):
-            return lower(*told)
-        return lower_unfused(*told, rotations=self.graph.as_captured.fuses_rotations)
+            return lower(*arguments)
+        return lower_unfused(*arguments, rotations=self.graph.as_captured.fuses_rotations)
 
 
 class _Interpreter(fx.Interpreter):

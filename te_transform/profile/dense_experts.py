@@ -21,32 +21,32 @@ _ASK_CHOSEN = (
 )
 
 
-def dense_experts(found: Analysis) -> Iterator[Suspect]:
+def dense_experts(analysis: Analysis) -> Iterator[Suspect]:
     """Yield the products of all tokens with all experts, at the path of a router or next to it."""
-    for line, choice in _choices(found):
-        path = found.labels[line.label].path
+    for line, choice in _choices(analysis):
+        path = analysis.labels[line.label].path
         for around in dict.fromkeys((path, path.rpartition(".")[0] or path)):
-            if products := _of_all_tokens(found, around, choice):
-                yield _suspect(found, around, products, line, choice)
+            if products := _of_all_tokens(analysis, around, choice):
+                yield _suspect(analysis, around, products, line, choice)
                 break
 
 
-def _suspect(found: Analysis, around: str, products: list[Op], line: Line, choice: Choice) -> Suspect:
+def _suspect(analysis: Analysis, around: str, products: list[Op], line: Line, choice: Choice) -> Suspect:
     """Return the products of one module with experts as a slow operation of this module."""
-    taken = sum(found.by_outer[op.outer] for op in products if op.outer is not None)
+    taken = sum(analysis.by_outer[op.outer] for op in products if op.outer is not None)
     most = taken - taken * choice.chosen // choice.among
-    label = next((n for n, label in enumerate(found.labels) if n and label.path == around), line.label)
+    label = next((n for n, label in enumerate(analysis.labels) if n and label.path == around), line.label)
     evidence = (
         f"each of {choice.among} experts computes all {choice.rows} tokens, which choose {choice.chosen} at "
         f"{line.place}"
     )
-    trial = _fewer_rows(found, max(products, key=found.within), choice)
+    trial = _fewer_rows(analysis, max(products, key=analysis.within), choice)
     return Suspect("dense experts", label, evidence, _ASK_CHOSEN, taken, trial, most)
 
 
-def _choices(found: Analysis) -> Iterator[tuple[Line, Choice]]:
+def _choices(analysis: Analysis) -> Iterator[tuple[Line, Choice]]:
     """Yield the choice of each router among the most values: some choose groups of experts first."""
-    watch, seen = found.recording.watch, set()
+    watch, seen = analysis.recording.watch, set()
     choices = sorted(watch.choices.items(), key=lambda each: -each[1].among) if watch is not None else ()
     for line, choice in choices:
         if choice.chosen < choice.among and line.label not in seen:
@@ -54,22 +54,22 @@ def _choices(found: Analysis) -> Iterator[tuple[Line, Choice]]:
             yield line, choice
 
 
-def _of_all_tokens(found: Analysis, path: str, choice: Choice) -> list[Op]:
-    inside = found.under(path)
-    products = [op for op in found.forward() if op.label in inside and op.name in FACTORED]
-    kinds = [(alike(found.labels[op.label]), *factor_shapes(op)) for op in products]
+def _of_all_tokens(analysis: Analysis, path: str, choice: Choice) -> list[Op]:
+    inside = analysis.under(path)
+    products = [op for op in analysis.forward() if op.label in inside and op.name in FACTORED]
+    kinds = [(alike(analysis.labels[op.label]), *factor_shapes(op)) for op in products]
     counts = Counter(kinds)
     return [
         op for op, kind in zip(products, kinds, strict=True)
         if kind[1][:-1] == (choice.among, choice.rows)
         or (kind[1][:-1] == (choice.rows,) and counts[kind] >= choice.among)
-        or _is_einsum_of_experts(found, op, choice)
+        or _is_einsum_of_experts(analysis, op, choice)
     ]  # fmt: skip
 
 
-def _is_einsum_of_experts(found: Analysis, product: Op, choice: Choice) -> bool:
+def _is_einsum_of_experts(analysis: Analysis, product: Op, choice: Choice) -> bool:
     """Return True if an einsum multiplies all tokens by the weights of all experts, joined in one matrix."""
-    watch, (tokens, weights) = found.recording.watch, factor_shapes(product)
+    watch, (tokens, weights) = analysis.recording.watch, factor_shapes(product)
     if product.parent is None or product.parent.event.name != "aten::einsum" or watch is None:
         return False
     joined = (
@@ -79,11 +79,11 @@ def _is_einsum_of_experts(found: Analysis, product: Op, choice: Choice) -> bool:
     return tokens[:-1] == (1, choice.rows) and prod(weights) in joined
 
 
-def _fewer_rows(found: Analysis, product: Op, choice: Choice) -> Replacement | None:
+def _fewer_rows(analysis: Analysis, product: Op, choice: Choice) -> Replacement | None:
     """Return the same product with as many rows as tokens choose on average, or None in an unknown dtype."""
     shapes, dtype = factor_shapes(product), EVENT_DTYPES.get(product.event.dtypes[-1])
     kept = max(1, choice.rows * choice.chosen // choice.among)
-    after, is_training = partial(_product, rows=kept), found.recording.is_training
+    after, is_training = partial(_product, rows=kept), analysis.recording.is_training
     return dtype and Replacement(shapes, dtype, _product, after, is_training, f"product of {kept} rows")
 
 

@@ -39,29 +39,29 @@ def events_of(profiler: Any) -> list[Event]:
     return [*_without_annotations(map(_event, profiler.profiler.kineto_results.events()))]
 
 
-def _event(found: Any) -> Event:
-    is_kernel = found.device_type() != DeviceType.CPU
+def _event(event: Any) -> Event:
+    is_kernel = event.device_type() != DeviceType.CPU
     return Event(
-        found.name(),
-        found.start_ns(),
-        found.start_ns() + found.duration_ns(),
-        found.start_thread_id(),
-        found.sequence_nr(),
-        found.fwd_thread_id(),
-        tuple(map(tuple, found.shapes())),
-        tuple(found.dtypes()),
-        found.correlation_id(),
-        found.linked_correlation_id(),
+        event.name(),
+        event.start_ns(),
+        event.start_ns() + event.duration_ns(),
+        event.start_thread_id(),
+        event.sequence_nr(),
+        event.fwd_thread_id(),
+        tuple(map(tuple, event.shapes())),
+        tuple(event.dtypes()),
+        event.correlation_id(),
+        event.linked_correlation_id(),
         is_kernel,
-        found.is_async(),
+        event.is_async(),
     )
 
 
 def _without_annotations(events: Iterable[Event]) -> Iterator[Event]:
     """Leave out calls of the driver, and ranges that the profiler repeats on the GPU's timeline."""
-    found = [*events]
-    on_cpu = {event.name for event in found if not event.is_kernel}
-    for event in found:
+    all_events = [*events]
+    on_cpu = {event.name for event in all_events if not event.is_kernel}
+    for event in all_events:
         is_annotation = event.is_kernel and event.name in on_cpu
         if not is_annotation and (event.is_kernel or not _OF_THE_DRIVER.match(event.name)):
             yield event

@@ -31,19 +31,19 @@ _LEAST_IDEAL_SHARE = 0.01  # the share of the step from which operations get a f
 _LEAST_GAIN_SHARE = 0.001  # the share of the step from which a measured gain is a finding
 
 
-def findings(found: Analysis, trials: Replacements) -> tuple[Finding, ...]:
+def findings(analysis: Analysis, trials: Replacements) -> tuple[Finding, ...]:
     """Return all findings, the largest gain first. The most expensive operations are tried first."""
     groups: dict[tuple[object, ...], list[Suspect]] = {}
     for finder in FINDERS:
-        for suspect in finder(found):
-            layer = () if suspect.together else alike(found.labels[suspect.label])
+        for suspect in finder(analysis):
+            layer = () if suspect.together else alike(analysis.labels[suspect.label])
             key = suspect.what, layer, suspect.advice
             groups.setdefault(key, []).append(suspect)
     costly_first = sorted(groups.values(), key=lambda group: -sum(each.taken for each in group))
-    made = [_finding(found, group, trials) for group in costly_first]
-    step = found.scale * found.total
+    results = [_finding(analysis, group, trials) for group in costly_first]
+    step = analysis.scale * analysis.total
     kept = [
-        each for each in made
+        each for each in results
         if each.basis == "upper bound"
         or each.gain > _LEAST_GAIN_SHARE * step
         or each.seconds > _LEAST_IDEAL_SHARE * step
@@ -51,29 +51,29 @@ def findings(found: Analysis, trials: Replacements) -> tuple[Finding, ...]:
     return tuple(sorted(kept, key=lambda finding: -finding.gain))
 
 
-def _finding(found: Analysis, group: list[Suspect], trials: Replacements) -> Finding:
+def _finding(analysis: Analysis, group: list[Suspect], trials: Replacements) -> Finding:
     layers: dict[object, list[Suspect]] = {}
     for suspect in sorted(group, key=lambda suspect: -suspect.taken):
-        layers.setdefault(alike(found.labels[suspect.label]), []).append(suspect)
-    gains = [_gain(found, layer, trials) for layer in layers.values()]
+        layers.setdefault(alike(analysis.labels[suspect.label]), []).append(suspect)
+    gains = [_gain(analysis, layer, trials) for layer in layers.values()]
     largest = max(group, key=lambda suspect: suspect.taken)
-    labels = {suspect.label: found.labels[suspect.label] for suspect in group}
+    labels = {suspect.label: analysis.labels[suspect.label] for suspect in group}
     return Finding(
         largest.what,
         where(labels.values()),
         len(labels),
         largest.evidence,
         largest.advice,
-        found.scale * sum(suspect.taken for suspect in group),
+        analysis.scale * sum(suspect.taken for suspect in group),
         sum(gain for gain, _ in gains),
         "measured" if all(is_measured for _, is_measured in gains) else "upper bound",
     )
 
 
-def _gain(found: Analysis, layer: list[Suspect], trials: Replacements) -> tuple[float, bool]:
+def _gain(analysis: Analysis, layer: list[Suspect], trials: Replacements) -> tuple[float, bool]:
     """Return the gain in equal layers, and True if it was measured, on the most expensive layer."""
     largest = layer[0]
     if largest.trial is not None and (share := trials.share(largest.trial, NS * largest.taken)) is not None:
-        return max(0.0, found.scale * sum(suspect.taken for suspect in layer) * (1 - share)), True
+        return max(0.0, analysis.scale * sum(suspect.taken for suspect in layer) * (1 - share)), True
     most = sum(suspect.taken if suspect.most is None else suspect.most for suspect in layer)
-    return found.scale * most, False
+    return analysis.scale * most, False

@@ -26,12 +26,12 @@ _ASK_EXPERTS = (
 _ASK_SCAN = "write the loop as a scan over chunks, or compile the module"
 
 
-def recurrence(found: Analysis) -> Iterator[Suspect]:
+def recurrence(analysis: Analysis) -> Iterator[Suspect]:
     """Yield recurrences in plain PyTorch: functions with such names, and loops over positions."""
-    watch = found.recording.watch
+    watch = analysis.recording.watch
     if watch is None:
         return
-    told: dict[int, tuple[str, str]] = {}
+    advice_by_label: dict[int, tuple[str, str]] = {}
     sizes = Counter((line.label, line.function) for line in watch.most)
     for line, number in sorted(loops(watch.most, 1), key=lambda each: sizes[each[0].label, each[0].function]):
         packages = (package for pattern, package in _KERNELS if re.search(pattern, line.function, re.I))
@@ -39,11 +39,11 @@ def recurrence(found: Analysis) -> Iterator[Suspect]:
             ran = f"{line.function}() in {line.place.rpartition(':')[0]} ran in plain PyTorch"
             if number >= _LEAST_REPETITIONS:
                 ran = f"{ran}, {line.place} {number} times a call"
-            told[line.label] = ran, f"install {package}, whose kernels run it on a GPU"
+            advice_by_label[line.label] = ran, f"install {package}, whose kernels run it on a GPU"
     for line, number in loops(watch.most, _LEAST_REPETITIONS):
-        told.setdefault(line.label, (f"{line.place} runs {number} times in one call", _ASK_SCAN))
-    for label, (evidence, advice) in told.items():
-        taken = found.cost({label})
+        advice_by_label.setdefault(line.label, (f"{line.place} runs {number} times in one call", _ASK_SCAN))
+    for label, (evidence, advice) in advice_by_label.items():
+        taken = analysis.cost({label})
         if label and label not in _labels_of_experts(watch) and taken:
             yield Suspect("recurrence in PyTorch", label, evidence, advice, taken)
 
@@ -57,13 +57,13 @@ def _labels_of_experts(watch: Watch) -> dict[int, Line]:
     return {label: line for label, line in summing.items() if label in choosing}
 
 
-def expert_loop(found: Analysis) -> Iterator[Suspect]:
+def expert_loop(analysis: Analysis) -> Iterator[Suspect]:
     """Yield loops over experts. Grouped products save at most the time outside of products."""
-    watch = found.recording.watch
+    watch = analysis.recording.watch
     for label, line in _labels_of_experts(watch).items() if watch is not None else ():
-        inside = found.under(found.labels[label].path)
-        taken = found.cost(inside)
-        products = found.cost(inside, PRODUCT)
+        inside = analysis.under(analysis.labels[label].path)
+        taken = analysis.cost(inside)
+        products = analysis.cost(inside, PRODUCT)
         times = watch.most[line]
         evidence = f"a loop at {line.place} runs {times} experts one by one"
         yield Suspect("expert loop", label, evidence, _ASK_EXPERTS, taken, most=taken - products)

@@ -18,13 +18,13 @@ from te_transform.profile.tree import FACTORED, Op, factor_shapes
 from te_transform.profile.trials import EVENT_DTYPES, Replacement
 
 
-def single_precision(found: Analysis) -> Iterator[Suspect]:
+def single_precision(analysis: Analysis) -> Iterator[Suspect]:
     """Yield products in fp32 of a model in autocast, or with mostly bf16 or fp16 parameters."""
-    low = _intended(found.model)
+    low = _intended(analysis.model)
     if low is None:
         return
     advice = f"cast their inputs to {dtype_name(low)}, or remove autocast(enabled=False) around them"
-    for op in found.ops:
+    for op in analysis.ops:
         is_outermost = op.kind == PRODUCT and (op.parent is None or op.parent.kind != PRODUCT)
         if is_outermost and _is_single(op) and not _is_outer(op):
             shapes = tuple(
@@ -39,7 +39,7 @@ def single_precision(found: Analysis) -> Iterator[Suspect]:
                 trial = Replacement(
                     shapes, torch.float32, called, _Lowered(called, low), False, f"{op.name} in {low}"
                 )
-            taken = found.within(op)
+            taken = analysis.within(op)
             yield Suspect("fp32 products", op.label, evidence, advice, taken, trial, together=True)
 
 
@@ -71,22 +71,22 @@ def _is_outer(op: Op) -> bool:
     return op.name in (*FACTORED, "matmul") and factor_shapes(op)[0][-1:] == (1,)
 
 
-def single_precision_norms(found: Analysis) -> Iterator[Suspect]:
+def single_precision_norms(analysis: Analysis) -> Iterator[Suspect]:
     """Yield norms in fp32 of a model with mostly bf16 or fp16 parameters. Autocast runs norms in fp32."""
-    low = _stored_dtype(p for p in found.model.parameters() if p.is_floating_point())
+    low = _stored_dtype(p for p in analysis.model.parameters() if p.is_floating_point())
     norms: dict[int, list[Op]] = {}
-    for op in found.forward() if low is not None else ():
+    for op in analysis.forward() if low is not None else ():
         if op.kind == NORM and op.outer is op and _is_single(op):
             norms.setdefault(op.label, []).append(op)
     for label, ops in norms.items():
-        yield _norm_suspect(found, label, ops, low)
+        yield _norm_suspect(analysis, label, ops, low)
 
 
-def _norm_suspect(found: Analysis, label: int, ops: list[Op], low: torch.dtype) -> Suspect:
+def _norm_suspect(analysis: Analysis, label: int, ops: list[Op], low: torch.dtype) -> Suspect:
     first, name = ops[0], dtype_name(low)
     kernel = _NORM_KERNELS.get(first.name)
-    is_module = "norm" in found.labels[label].kind.lower()  # its casts count as well
-    taken = found.cost({label}) if is_module else sum(found.by_outer[op] for op in ops)
+    is_module = "norm" in analysis.labels[label].kind.lower()  # its casts count as well
+    taken = analysis.cost({label}) if is_module else sum(analysis.by_outer[op] for op in ops)
     how = "written out" if kernel is None else f"as {first.name}"
     evidence = f"norms run in float32, such as {list(first.event.shapes[0])} {how}"
     advice = (
@@ -97,7 +97,7 @@ def _norm_suspect(found: Analysis, label: int, ops: list[Op], low: torch.dtype) 
         (_written_out_norm, _called_rms_norm) if kernel is None else (partial(_widened_norm, kernel), kernel)
     )
     trial = Replacement(
-        first.event.shapes[:1], low, before, after, found.recording.is_training, f"norm {first.name}"
+        first.event.shapes[:1], low, before, after, analysis.recording.is_training, f"norm {first.name}"
     )
     return Suspect("fp32 norms", label, evidence, advice, taken, trial, together=True)
 

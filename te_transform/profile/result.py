@@ -204,19 +204,19 @@ class Profile:
         for part in self.parts:
             if part not in small:
                 name = f"{part.path} x{part.count}" if part.count > 1 else part.path
-                told = {
+                cells = {
                     "part": name,
                     "class": f"fused: {part.rule}" if part.rule else part.kind,
                     "mostly": max(part.classes, key=lambda kind: part.classes[kind]),
                 }
                 if part.rule and "class" not in columns:
-                    told["part"] = f"{name}: {part.rule}"
-                told |= self._times(part.seconds, part.backward)
-                table.add_row(*(Text(told[column]) for column in columns))
+                    cells["part"] = f"{name}: {part.rule}"
+                cells |= self._times(part.seconds, part.backward)
+                table.add_row(*(Text(cells[column]) for column in columns))
         if small:
-            told = {"part": f"{len(small)} smaller {'part' if len(small) == 1 else 'parts'}"}
-            told |= self._times(sum(part.seconds for part in small), sum(part.backward for part in small))
-            table.add_row(*(Text(told.get(column, "")) for column in columns), style="dim")
+            cells = {"part": f"{len(small)} smaller {'part' if len(small) == 1 else 'parts'}"}
+            cells |= self._times(sum(part.seconds for part in small), sum(part.backward for part in small))
+            table.add_row(*(Text(cells.get(column, "")) for column in columns), style="dim")
         return table
 
     def _times(self, seconds: float, backward: float) -> dict[str, str]:

@@ -64,23 +64,23 @@ def record(model: nn.Module, samples: Sequence[Inputs]) -> RecordedSteps:
         TraceError: the model fails on a sample.
     """
     trained = [p for p in model.parameters() if p.requires_grad] if model.training else []
-    made = RecordedSteps(False)
+    recording = RecordedSteps(False)
     ranges = Ranges(model)
     steps = _Steps(model, samples, trained)
     with preserved(model), _own_gradients(model), graphs_only:
         untimed = _UNTIMED_CONVERTED if runners(model) else _UNTIMED_COMPILED
         if not (runners(model) or is_compiled_inside(model)):
-            untimed, made.watch = _UNTIMED - 1, Watch(ranges)
-            with ranges.on(), made.watch:
+            untimed, recording.watch = _UNTIMED - 1, Watch(ranges)
+            with ranges.on(), recording.watch:
                 steps.run()
         for _ in range(untimed):
             steps.run()
         compiled = get_compilation_metrics()
-        made.seconds = [steps.run() for _ in range(TIMED)]
-        made.recompiled = [each for each in get_compilation_metrics() if each not in compiled]
-        made.events = _profiled(model, ranges, steps)
-    made.labels, made.is_training = ranges.labels, steps.have_backward
-    return made
+        recording.seconds = [steps.run() for _ in range(TIMED)]
+        recording.recompiled = [each for each in get_compilation_metrics() if each not in compiled]
+        recording.events = _profiled(model, ranges, steps)
+    recording.labels, recording.is_training = ranges.labels, steps.have_backward
+    return recording
 
 
 def _profiled(model: nn.Module, ranges: Ranges, steps: _Steps) -> list[Event]:
@@ -103,15 +103,15 @@ def _own_gradients(model: nn.Module) -> Iterator[None]:
     kept = [
         (p, p.grad, p.grad.detach().clone()) for p in parameters if p.grad is not None and p.grad._is_view()
     ]
-    hooks = [(held, dict(held)) for p in parameters if (held := p._post_accumulate_grad_hooks)]
-    for held, _ in hooks:
-        held.clear()
+    hooks = [(own, dict(own)) for p in parameters if (own := p._post_accumulate_grad_hooks)]
+    for own, _ in hooks:
+        own.clear()
     before = [(parameter, parameter.grad) for parameter in parameters]
     try:
         yield
     finally:
-        for held, was in hooks:
-            held.update(was)
+        for own, was in hooks:
+            own.update(was)
         for parameter, gradient in before:
             parameter.grad = gradient
         for _, gradient, values in kept:  # DDP's buckets hold these gradients

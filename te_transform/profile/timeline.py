@@ -34,11 +34,11 @@ def slices_of(ops: Sequence[Op], events: Iterable[Event]) -> list[Slice]:
         ops: of the step; the step itself is first.
         events: all events, for kernels and collectives in the background.
     """
-    step, found = ops[0], [*events]
-    kernels = [event for event in found if event.is_kernel and event.start < step.event.end]
+    step, all_events = ops[0], [*events]
+    kernels = [event for event in all_events if event.is_kernel and event.start < step.event.end]
     if kernels:
         return [*_on_gpu(step, kernels, {op.event.identity: op for op in ops})]
-    beside = [(e.start, e.end) for e in found if e.is_async and operation_class(e.name) == COMMUNICATION]
+    beside = [(e.start, e.end) for e in all_events if e.is_async and operation_class(e.name) == COMMUNICATION]
     return [*_exposed(_innermost(step), sorted(beside))]
 
 

@@ -19,13 +19,15 @@ _ASK_LAUNCH = (
 )
 
 
-def host_sync(found: Analysis) -> Iterator[Suspect]:
+def host_sync(analysis: Analysis) -> Iterator[Suspect]:
     """Yield calls that wait for the GPU. On a CPU they cost nothing, and are reported for a later GPU."""
     costs: dict[int, int] = {}
-    for op in found.forward():
+    for op in analysis.forward():
         if op.outer is op and op.name in _WAITING_OPS:
-            costs[op.label] = costs.get(op.label, 0) + (op.event.end - op.event.start if found.on_gpu else 0)
-    watch = found.recording.watch
+            costs[op.label] = costs.get(op.label, 0) + (
+                op.event.end - op.event.start if analysis.on_gpu else 0
+            )
+    watch = analysis.recording.watch
     if watch is None:
         for label, taken in costs.items():
             yield Suspect("host sync", label, "item() or nonzero() runs in the forward", _ASK_SYNC, taken)
@@ -35,21 +37,21 @@ def host_sync(found: Analysis) -> Iterator[Suspect]:
         yield Suspect("host sync", line.label, evidence, _ASK_SYNC, costs.pop(line.label, 0))
 
 
-def recompilation(found: Analysis) -> Iterator[Suspect]:
+def recompilation(analysis: Analysis) -> Iterator[Suspect]:
     """Yield code that dynamo compiled again in a timed step."""
-    for each in found.recording.recompiled:
-        taken = int((each.entire_frame_compile_time_s or 0.0) / TIMED / found.scale)
+    for each in analysis.recording.recompiled:
+        taken = int((each.entire_frame_compile_time_s or 0.0) / TIMED / analysis.scale)
         reason = re.split(r"\s+# |\s*\(HINT|\s*User stack", each.recompile_reason or "")[0]
         why = f": {reason}" if reason else ""
         evidence = (
             f"{each.co_name} ({each.co_filename}:{each.co_firstlineno}) was compiled in a later step{why}"
         )
-        yield Suspect("recompilation", found.root, evidence, _ASK_COMPILE, taken)
+        yield Suspect("recompilation", analysis.root, evidence, _ASK_COMPILE, taken)
 
 
-def launches(found: Analysis) -> Iterator[Suspect]:
+def launches(analysis: Analysis) -> Iterator[Suspect]:
     """Yield the idle time of a GPU that waits for the CPU's launches."""
-    idle = found.cost(kind=IDLE)
-    if idle > _MOST_IDLE_SHARE * found.total:
-        evidence = f"the GPU waits for the CPU in {idle / found.total:.0%} of the step"
-        yield Suspect("launches", found.root, evidence, _ASK_LAUNCH, idle)
+    idle = analysis.cost(kind=IDLE)
+    if idle > _MOST_IDLE_SHARE * analysis.total:
+        evidence = f"the GPU waits for the CPU in {idle / analysis.total:.0%} of the step"
+        yield Suspect("launches", analysis.root, evidence, _ASK_LAUNCH, idle)

@@ -77,10 +77,10 @@ class Watch(TorchFunctionMode):
 
     @property
     def most(self) -> Mapping[Line, int]:
-        found: dict[Line, int] = {}
+        largest: dict[Line, int] = {}
         for (_, line), number in self._counts.items():
-            found[line] = max(number, found.get(line, 0))
-        return found
+            largest[line] = max(number, largest.get(line, 0))
+        return largest
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

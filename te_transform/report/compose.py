@@ -59,11 +59,11 @@ def compose(
     wide = precision is not None and None in precision.sites.values() and _multiplies_wide(plans)
     inside = None if wide else precision
     predicted = inputs and has_kernels and not compiled
-    found = [tuple(_completed(path, plan, options, inside, model.training)) for path, plan in plans]
-    outcomes = tuple(_outcomes(found, {path for path, _ in model.named_modules()}))
-    priced = any(outcome.seconds is not None for own in found for outcome in own)
+    by_graph = [tuple(_completed(path, plan, options, inside, model.training)) for path, plan in plans]
+    outcomes = tuple(_outcomes(by_graph, {path for path, _ in model.named_modules()}))
+    priced = any(outcome.seconds is not None for own in by_graph for outcome in own)
     step = memory.predict(plans, model.parameters(), inputs, inside) if predicted else None
-    parts = tuple(_report_parts(plans))  # after `found`, which writes each site's outcome to its node
+    parts = tuple(_report_parts(plans))  # after `by_graph`, which writes each site's outcome to its node
     largest = max(parts, key=lambda part: len(part.after.nodes), default=Part((), fx.Graph(), fx.Graph()))
     captured = [(path, plan.captured) for path, plan in plans]
     return Report(
@@ -98,10 +98,10 @@ def compose(
 
 def _report_parts(plans: Iterable[tuple[str, Plan]]) -> Iterator[Part]:
     """Yield each graph once, with the paths of all modules that share it."""
-    found: dict[fx.GraphModule, tuple[Plan, list[str]]] = {}
+    by_graph: dict[fx.GraphModule, tuple[Plan, list[str]]] = {}
     for path, plan in plans:
-        found.setdefault(plan.captured, (plan, []))[1].append(path)
-    for plan, paths in found.values():
+        by_graph.setdefault(plan.captured, (plan, []))[1].append(path)
+    for plan, paths in by_graph.values():
         yield Part(tuple(paths), plan.before, snapshot(plan.canonical))
 
 
@@ -110,8 +110,8 @@ def _unmatched_rules(plans: Sequence[tuple[str, Plan]], options: Options) -> Ite
 
     The pattern of the latter has functions that canonical graphs lack.
     """
-    found = {outcome.rule for _, plan in plans for outcome in plan.outcomes}
-    for rule in (rule for rule in options.passes if plans and rule.name not in found):
+    matched = {outcome.rule for _, plan in plans for outcome in plan.outcomes}
+    for rule in (rule for rule in options.passes if plans and rule.name not in matched):
         if rule.requires and getattr(options, rule.name, False):
             yield f"{rule.name}=True has no effect on these calls: the rule needs {rule.requires}"
         targets = (target for part in within(rule.pattern) for target in targets_of(part))
@@ -183,19 +183,23 @@ def _completed(
         outcome = replace(outcome, inactive=why)
         if site is not None:
             name = products.get(site)
-            held = "" if precision is None or name is None else precision.told(path_below(path, name))
-            outcome = replace(outcome, kept=kept.get(site), precision=held, deviations=site.deviations)
+            precision_told = (
+                "" if precision is None or name is None else precision.told(path_below(path, name))
+            )
+            outcome = replace(
+                outcome, kept=kept.get(site), precision=precision_told, deviations=site.deviations
+            )
             site.node.meta["outcome"] = outcome
         yield outcome.below(path)
 
 
-def _outcomes(found: Iterable[Iterable[Outcome]], modules: Collection[str]) -> Iterator[Outcome]:
+def _outcomes(by_graph: Iterable[Iterable[Outcome]], modules: Collection[str]) -> Iterator[Outcome]:
     """Return the outcomes of all graphs; equal sites in several graphs of one module count once.
 
     A module has several graphs if it was captured for several sizes.
     """
     alike: dict[Outcome, list[Outcome]] = {}
-    for outcomes in found:
+    for outcomes in by_graph:
         own: dict[Outcome, list[Outcome]] = {}
         for outcome in outcomes:
             outcome = replace(outcome, path=_module_at(outcome.path, modules))

@@ -86,8 +86,8 @@ def explain_breaks(graphs: Iterable[fx.GraphModule], reasons: Iterable[str]) -> 
 
 def explain_reason(reason: str) -> str:
     """Condense dynamo's reason for code that it cannot capture, several paragraphs, to one sentence."""
-    if found := [FrameSummary(file, int(line), "", line=code) for file, line, code in _CODE.findall(reason)]:
-        at = _user_frame(found)
+    if frames := [FrameSummary(file, int(line), "", line=code) for file, line, code in _CODE.findall(reason)]:
+        at = _user_frame(frames)
         return _sentence(at.filename, at.lineno, at.line, _title(reason))
     title = _title(reason)
     return (

@@ -50,13 +50,13 @@ def gather(outcomes: Iterable[Outcome]) -> list[Places]:
         Places(
             rule,
             why,
-            collapse(o.path for o in found),
-            sum(o.weights for o in found),
-            sum(o.saved for o in found),
-            found[0].status == "fused",
+            collapse(o.path for o in group),
+            sum(o.weights for o in group),
+            sum(o.saved for o in group),
+            group[0].status == "fused",
         )
         for rule, by_reasons in alike.items()
-        for why, found in by_reasons.items()
+        for why, group in by_reasons.items()
     ]
 
 

@@ -41,7 +41,7 @@ class BlockCalls:
 def _source_of(leaf: Any, given: Sequence[Any]) -> tuple[bool, Any] | None:
     """Return the source of one output of a dropped block: the position of an argument, or a constant."""
     if isinstance(leaf, Tensor):
-        return next(((True, index) for index, held in enumerate(given) if held is leaf), None)
+        return next(((True, index) for index, argument in enumerate(given) if argument is leaf), None)
     return (False, leaf) if leaf is None or isinstance(leaf, (bool, str)) else None
 
 

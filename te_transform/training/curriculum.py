@@ -179,14 +179,14 @@ class SequenceCurriculum:
         return getattr(self.loader, name)
 
     def __repr__(self) -> str:
-        found, unit = self.lengths, "tokens" if self.schedule.by_tokens else "steps"
-        shown = ", ".join(map(str, found if len(found) < 7 else (*found[:3], "...", found[-1])))
+        lengths, unit = self.lengths, "tokens" if self.schedule.by_tokens else "steps"
+        shown = ", ".join(map(str, lengths if len(lengths) < 7 else (*lengths[:3], "...", lengths[-1])))
         kind = self.schedule.schedule if isinstance(self.schedule.schedule, str) else "discrete"
         how = "reshaping" if self.cutter.reshape else "truncating"
         first = f", first step of {self.schedule.max_length}" if self.schedule.longest_first else ""
         return (
             f"SequenceCurriculum({kind} over {self.schedule.total} {unit}, {how}{first}, "
-            f"{len(found)} length{'s' * (len(found) > 1)}: {shown})"
+            f"{len(lengths)} length{'s' * (len(lengths) > 1)}: {shown})"
         )
 
     @property

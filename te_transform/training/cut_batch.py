@@ -84,20 +84,20 @@ class Cutter:
         Raises:
             CurriculumError: the batch has none.
         """
-        found = dict(tensors(batch))
+        by_path = dict(tensors(batch))
         wanted = "input_ids" if self.inputs is None else str(self.inputs)
-        named = next((path for path in found if wanted in (path, _last(path))), None)
+        named = next((path for path in by_path if wanted in (path, _last(path))), None)
         if named is None and self.inputs is None:
-            by_dims = {tensor.dim(): path for path, tensor in reversed(found.items())}
+            by_dims = {tensor.dim(): path for path, tensor in reversed(by_path.items())}
             named = by_dims.get(2, by_dims.get(3))
-        if named is None or found[named].dim() < 2:
-            shapes = {path: [*tensor.shape] for path, tensor in found.items()}
+        if named is None or by_path[named].dim() < 2:
+            shapes = {path: [*tensor.shape] for path, tensor in by_path.items()}
             raise CurriculumError(
                 f"expected inputs of [batch, sequence] in the batch, got a {type(batch).__name__} with "
                 f"{shapes or 'no tensors'}; pass inputs='the name of the inputs', or batches of tensors, "
                 "dicts, tuples or dataclasses"
             )
-        return named, found[named]
+        return named, by_path[named]
 
     def _check_layout(self, path: str, tensor: Tensor) -> None:
         """Raise if a tensor has no strides, and is not declared to be left alone."""
@@ -119,26 +119,26 @@ class Cutter:
                 f"uncut lengths; drop it, cut samples before they are packed, or pass dims={{{name!r}: ()}} "
                 "to leave it alone"
             )
-        found = _sequence_dims(path, tensor.shape, rows, size)
-        if found is None and is_cut:
+        dims = _sequence_dims(path, tensor.shape, rows, size)
+        if dims is None and is_cut:
             raise CurriculumError(
                 f"expected to tell the sequence dimension of {path} {[*tensor.shape]} beside inputs of "
                 f"{[rows, size]}, got {tensor.shape.count(size)} dimensions of {size}; pass "
                 f"dims={{{name!r}: 1}} with the dimension, or dims={{{name!r}: ()}} to leave it alone"
             )
-        if found == () and tensor.dim() == 2 and _is_as_long(name, tensor):
+        if dims == () and tensor.dim() == 2 and _is_as_long(name, tensor):
             raise CurriculumError(
                 f"expected {path} as long as the inputs [{rows}, {size}], got {[*tensor.shape]}; give both "
                 f"the same length, or pass dims={{{name!r}: ()}} to leave {path} alone"
             )
-        return found or ()
+        return dims or ()
 
     def _declared(self, path: str) -> tuple[int, ...] | None:
         """Return the dimensions that the caller declared for a tensor, or None."""
         name = _last(path)
         names = (path, name, int(name)) if name.isdigit() else (path, name)
-        found = next((self.dims[each] for each in names if each in self.dims), None)
-        return found if found is None else (found,) if isinstance(found, int) else tuple(found)
+        declared = next((self.dims[each] for each in names if each in self.dims), None)
+        return declared if declared is None else (declared,) if isinstance(declared, int) else tuple(declared)
 
     def _check_reshapes(self, path: str, tensor: Tensor, dims: tuple[int, ...], rows: int) -> None:
         """Raise if a tensor has one entry per row of the batch, and cannot be divided like the rows."""
@@ -245,10 +245,10 @@ def rebuilt(batch: Any, change: Callable[[str, Tensor], Tensor], path: str = "")
         for name, value in _batch_parts(batch)
     }
     if isinstance(batch, MutableMapping):
-        made = copy.copy(batch)  # a BatchEncoding has more than its items
+        twin = copy.copy(batch)  # a BatchEncoding has more than its items
         for name, value in parts.items():
-            made[name] = value
-        return made
+            twin[name] = value
+        return twin
     if isinstance(batch, Mapping):
         return type(batch)(parts)
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):

@@ -45,10 +45,10 @@ class LayerDropping:
     def __init__(
         self,
         model: nn.Module,
-        found: tuple[tuple[str, ...], dict[str, str]],
+        layers_and_refusals: tuple[tuple[str, ...], dict[str, str]],
         settings: dict[str, Any],
     ) -> None:
-        self.layers, self.refused = found
+        self.layers, self.refused = layers_and_refusals
         self.steps = 0
         self._settings = settings
         self._model: nn.Module | None = model
@@ -92,9 +92,9 @@ class LayerDropping:
         """
         given = dict(state) if isinstance(state, Mapping) else {}
         if set(given) != set(self.state_dict()):
-            needed, found = ", ".join(self.state_dict()), ", ".join(map(str, given))
+            needed, keys = ", ".join(self.state_dict()), ", ".join(map(str, given))
             raise OptionError(
-                f"expected the keys {needed}, got {found or 'none'}; pass what "
+                f"expected the keys {needed}, got {keys or 'none'}; pass what "
                 "LayerDropping.state_dict() returned"
             )
         if not is_count(steps := given.pop("steps"), least=0):
@@ -223,10 +223,10 @@ def _layers_and_refusals(model: nn.Module, runner: Runner) -> tuple[tuple[str, .
     layers: dict[str, None] = {}
     refused: dict[str, str] = {}
     for graph in runner.graphs:
-        found = residual(graph.plan)
+        residuals = residual(graph.plan)
         for module in graph.plan.modules:
-            layers |= {path_below(module, layer.path): None for layer in found.layers}
-            refused |= {path_below(module, path): why for path, why in found.refused.items()}
+            layers |= {path_below(module, layer.path): None for layer in residuals.layers}
+            refused |= {path_below(module, path): why for path, why in residuals.refused.items()}
     if not layers:
         why = next(iter(refused.items()), None)
         raise ModelError(

@@ -68,7 +68,7 @@ class TrainingForwards:
                 f"an older one or forwards of several steps in {len(threads)} threads; call step() after all "
                 "backwards"
             )
-        found = next((forward for forward in reversed(self.noted) if forward.start <= node.number), None)
+        noted = next((forward for forward in reversed(self.noted) if forward.start <= node.number), None)
         # a checkpoint around the model may contain later nodes, but a reentrant one drops nothing
-        is_known = found is not None and (found.made(node.number) or not node.is_reentrant)
-        return found.decision if is_known else None
+        is_known = noted is not None and (noted.created(node.number) or not node.is_reentrant)
+        return noted.decision if is_known else None

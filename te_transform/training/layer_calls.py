@@ -161,22 +161,22 @@ class LayeredGraph:
         decision = calls.decision()
         if decision is None or not decision.draws.is_on():
             return _WHOLE
-        return _NO_LAYERS if self._made() is None else None
+        return _NO_LAYERS if self._planned() is None else None
 
     def run(self, call: CallContext) -> Any:
         """Run the layers that the policy keeps."""
-        return self._made()(self.calls().decision(), _trained_layers.get(), call.args)
+        return self._planned()(self.calls().decision(), _trained_layers.get(), call.args)
 
-    def _made(self) -> Layered | None:
+    def _planned(self) -> Layered | None:
         with _PLANNING:
             if self.layered is None:
                 graph = self.graph()
-                made = layered_plan(graph.plan, graph.options, graph.owner.tell)
-                if made is not None:
-                    run = CapturedGraph(made[0], graph.owner, is_extended=False)
-                    made = Layered(*made, run, partial(graph.path_in, self.calls().names))
+                planned = layered_plan(graph.plan, graph.options, graph.owner.tell)
+                if planned is not None:
+                    run = CapturedGraph(planned[0], graph.owner, is_extended=False)
+                    planned = Layered(*planned, run, partial(graph.path_in, self.calls().names))
                     graph.forget_recordings()
-                self.layered = (made,)
+                self.layered = (planned,)
             return self.layered[0]
 
 

@@ -75,17 +75,17 @@ def layered_plan(
     plan_: Plan, options: Options, tell: Callable[[str], None]
 ) -> tuple[Plan, tuple[Layer, ...]] | None:
     """Plan a captured graph with marked layers. Return None if no layer can be left out."""
-    found = residual(plan_)
-    for reason in dict.fromkeys(found.refused.values()):
-        paths = [path or plan_.modules[0] for path, why in found.refused.items() if why == reason]
+    residuals = residual(plan_)
+    for reason in dict.fromkeys(residuals.refused.values()):
+        paths = [path or plan_.modules[0] for path, why in residuals.refused.items() if why == reason]
         tell(sentence := f"{_never_trained(paths)} never dropped: {reason}")
         log.warning(sentence)
-    if not found.layers:
+    if not residuals.layers:
         return None
-    made = plan(edit.with_layers(plan_.captured, found.layers), options, plan_.modules)
+    planned = plan(edit.with_layers(plan_.captured, residuals.layers), options, plan_.modules)
     if options.recipe is not None:
-        put_in_recipe(made, options)
-    return made, found.layers
+        put_in_recipe(planned, options)
+    return planned, residuals.layers
 
 
 def _never_trained(paths: Sequence[str]) -> str:
@@ -113,8 +113,8 @@ class LayerFactors:
         return [self.last[key] for key in keys]
 
 
-def _scalar(held: float, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.full((), held, dtype=dtype, device=device)
+def _scalar(number: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.full((), number, dtype=dtype, device=device)
 
 
 class Layered:
@@ -148,7 +148,7 @@ class Layered:
         above = self._path(path, arguments)
         factors = [decision.draws.factor(path_below(above, layer.path)) for layer in self.layers]
         left_out = frozenset(number for number, factor in enumerate(factors) if factor is None)
-        device = next(held.device for held in arguments if isinstance(held, Tensor))
+        device = next(argument.device for argument in arguments if isinstance(argument, Tensor))
         tensors = self.factors.tensors(factors, device)
         token = dropped.set(left_out)
         try:
@@ -181,8 +181,8 @@ class Layered:
         if not (weights and trained):
             return outputs
         held = _Zeros.apply(len(trained), *(outputs[index] for index in trained), *weights)
-        found = dict(zip(trained, held, strict=True))
-        return type(outputs)(found.get(index, held) for index, held in enumerate(outputs))
+        replaced = dict(zip(trained, held, strict=True))
+        return type(outputs)(replaced.get(index, held) for index, held in enumerate(outputs))
 
 
 class _Zeros(torch.autograd.Function):
@@ -191,8 +191,8 @@ class _Zeros(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, number: int, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)  # outputs without a gradient get none
-        ctx.like = [(held.shape, held.dtype, held.device) for held in tensors[number:]]
-        return tuple(held.view_as(held) for held in tensors[:number])
+        ctx.like = [(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors[number:]]
+        return tuple(tensor.view_as(tensor) for tensor in tensors[:number])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:

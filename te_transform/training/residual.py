@@ -81,8 +81,8 @@ class Layer:
     def weights(self) -> set[fx.Node]:
         """Return the parameters that only this layer reads. A table with rows for all layers is excluded."""
         given = {read for node in self.inside for read in node.all_input_nodes} - self.inside
-        found = reached(given, lambda node: node.all_input_nodes if len(node.all_input_nodes) == 1 else ())
-        return set(filter(is_parameter, found))
+        nodes = reached(given, lambda node: node.all_input_nodes if len(node.all_input_nodes) == 1 else ())
+        return set(filter(is_parameter, nodes))
 
 
 @dataclass(frozen=True)
@@ -96,17 +96,17 @@ class Residual:
 def residual(plan: Plan) -> Residual:
     """Return the residual layers of a captured graph."""
     sums, live = _sums(plan.before), _live(plan.captured.graph)
-    found: list[Layer] = []
+    layers: list[Layer] = []
     refused: dict[str, str] = {}
     for path, group in _sums_by_layer(plan, sums):
-        made = _layer_or_refusal(plan, live, path, [(node, *sums[node]) for node in group])
-        if isinstance(made, Layer):
-            found.append(made)
+        layer_or_reason = _layer_or_refusal(plan, live, path, [(node, *sums[node]) for node in group])
+        if isinstance(layer_or_reason, Layer):
+            layers.append(layer_or_reason)
         else:
-            refused[path] = made
-    shared = _paths_with_shared_weights(found)
+            refused[path] = layer_or_reason
+    shared = _paths_with_shared_weights(layers)
     refused |= dict.fromkeys(shared, SHARED_WEIGHT)
-    own = [layer for layer in found if layer.path not in shared]
+    own = [layer for layer in layers if layer.path not in shared]
     nested = {layer for layer in own if any(layer.inside < other.inside for other in own)}
     refused |= {layer.path: NESTED_LAYER for layer in nested}
     if not own and not refused:
@@ -250,7 +250,7 @@ def _layer_or_refusal(
         return OTHER_FORM
     branches = []
     for each in sums:
-        node, stream, branch = (_captured(plan, found) for found in each)
+        node, stream, branch = (_captured(plan, node_of_plan) for node_of_plan in each)
         if called(node) not in _ADD_NAMES:
             return NO_SUM.format(called(node))
         operand = _branch_operand(node, stream, branch)
@@ -268,7 +268,7 @@ def _captured(plan: Plan, node: fx.Node) -> fx.Node:
 
 def _latest(plan: Plan, node: fx.Node) -> fx.Node:
     """Return the last captured node with the value of `node`: a dropout with p=0 may follow."""
-    known = {found.meta.get("origin") for found in plan.before.nodes}
+    known = {each.meta.get("origin") for each in plan.before.nodes}
     users = [user for user in node.users if user.users]
     if len(users) == 1 and users[0].name not in known and users[0].all_input_nodes == [node]:
         return _latest(plan, users[0]) if is_tensor_node(users[0]) else node

@@ -30,7 +30,7 @@ def check_outputs(models: tuple[nn.Module, nn.Module], sample: Inputs) -> list[s
     Raises:
         ValueError: a model raises, a result has no tensors, or the tensors cannot be paired.
     """
-    found, held = [], []
+    outputs, names = [], []
     for model in models:
         args, kwargs = sample.clone()
         try:
@@ -42,23 +42,23 @@ def check_outputs(models: tuple[nn.Module, nn.Module], sample: Inputs) -> list[s
                 f"expected example inputs on which both models run, got {sample}; {type(model).__name__} "
                 f"raised {in_full(error)}"
             ) from error
-        found.append(dict(named_tensors(result)))
-        held.append({name for name, _ in held_values(result)})
-        if not found[-1]:
+        outputs.append(dict(named_tensors(result)))
+        names.append({name for name, _ in held_values(result)})
+        if not outputs[-1]:
             raise ArgumentError(
                 f"expected tensors from {type(model).__name__}, got a {type(result).__name__}; return a "
                 "tensor, or a tuple, dict or dataclass of tensors"
             )
-    if not found[0].keys() & found[1].keys() and len(found[0]) != len(found[1]):
+    if not outputs[0].keys() & outputs[1].keys() and len(outputs[0]) != len(outputs[1]):
         one, other = (
             f"{_listed(tensors)} from {type(model).__name__}"
-            for model, tensors in zip(models, found, strict=True)
+            for model, tensors in zip(models, outputs, strict=True)
         )
         raise ArgumentError(
             f"expected outputs with the same names or number, got {one} and {other}; wrap one model in a "
             "module that returns what the other returns"
         )
-    return held
+    return names
 
 
 def _listed(tensors: dict[str, Tensor]) -> str:
@@ -105,8 +105,8 @@ def accepted(sets: Sequence[Variation], second: nn.Module) -> tuple[list[Variati
         elif not takes_mask and MASK in each.inputs.kwargs:
             left_out.append(f"{each.label}, the second model takes no {MASK}")
         elif is_fixed and (error := _error_on(second, each.inputs)):
-            told = f"{each.label}, the second model raised {error}; pass dynamic_shapes= to torch.export"
-            left_out += [] if each.apart else [told]
+            sentence = f"{each.label}, the second model raised {error}; pass dynamic_shapes= to torch.export"
+            left_out += [] if each.apart else [sentence]
             waiting[:0] = each.apart
         else:
             kept += [each, _right_padded(each)] if each.label == LEFT_PADDED else [each]

@@ -98,8 +98,8 @@ class AnyPair:
             # another size comes first: a model may keep what it computed in its first call
             earlier = tuple(each.inputs for each in sets[::-1] if not each.label.startswith(EXAMPLE))
             pair = replace(self, earlier=earlier, held=frozenset(first & second))
-            found = pair._compared(sets, left_out)
-        return replace(found, notes=(*found.notes, *_notes_of_held(first, second)))
+            verification = pair._compared(sets, left_out)
+        return replace(verification, notes=(*verification.notes, *_notes_of_held(first, second)))
 
     def _compared(self, sets: list[Variation], left_out: list[str]) -> Verification:
         rows, failing, skipped = all_rows(sets, self)
@@ -188,14 +188,14 @@ class AnyPair:
 
         searching = status("searching for the first module that differs")
         with searching, torch.set_grad_enabled(case.gradients):
-            found = first_difference(
+            difference = first_difference(
                 lambda: (self._original(case, outputs), tape(self.model, self.layout.rename)),
                 lambda: (self._original(case, outputs, double=True), tape(self.model, self.layout.rename)),
                 lambda: (self._second(case, outputs, second), tape(second, lambda path: path)),
                 case.inputs,
             )
-        if found is not None:
-            return found[0], [f"in {case}, {found[1]}"]
+        if difference is not None:
+            return difference[0], [f"in {case}, {difference[1]}"]
         wrong = [row for row in rows_of_case(self, case) if not row.ok]
         if any(row.name.startswith(f"output {DROPOUT}") for row in wrong):
             path = first_other_dropout(*self._dropouts(case.inputs), self.layout.rename)

@@ -64,11 +64,11 @@ class Called:
     @property
     def sites(self) -> dict[str, list[tuple[CapturedGraph, Site]]]:
         """The sites of these graphs by path in the model; a path has one site per size and mode."""
-        found: dict[str, list[tuple[CapturedGraph, Site]]] = {}
+        sites: dict[str, list[tuple[CapturedGraph, Site]]] = {}
         for graph, path in self.paths.items():
             for site in graph.plan.sites:
-                found.setdefault(path_below(path, site.path), []).append((graph, site))
-        return found
+                sites.setdefault(path_below(path, site.path), []).append((graph, site))
+        return sites
 
     @contextlib.contextmanager
     def only(self, paths: Collection[str]) -> Iterator[None]:

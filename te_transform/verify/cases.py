@@ -60,10 +60,10 @@ def all_rows(sets: list[Variation], pair: Pair) -> Rows:
     Raises:
         ValueError: the original rejects the example inputs.
     """
-    found: list[Rows] = []
+    rows_of_sets: list[Rows] = []
     for each in progress(sets, "verifying"):
-        found.append(_rows_of(each, pair, settled=any(failing for _, failing, _ in found)))
-    return _together(found)
+        rows_of_sets.append(_rows_of(each, pair, settled=any(failing for _, failing, _ in rows_of_sets)))
+    return _together(rows_of_sets)
 
 
 def rows_of_case(pair: Pair, case: Case, settled: bool = False) -> list[Row]:
@@ -115,8 +115,8 @@ def _rows_of(each: Variation, pair: Pair, settled: bool) -> Rows:
     failing: list[Case] = []
     try:
         for case in _cases(each.label, each.inputs, pair.modes):
-            rows += (found := rows_of_case(pair, case, settled or bool(failing)))
-            failing += [case] if failed(found) else []
+            rows += (rows_of_one := rows_of_case(pair, case, settled or bool(failing)))
+            failing += [case] if failed(rows_of_one) else []
     except OriginalError as error:
         if each.label.startswith(EXAMPLE):
             raise ArgumentError(

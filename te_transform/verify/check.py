@@ -79,8 +79,8 @@ def _apart(tensors: list[Tensor]) -> Iterator[None]:
         with torch.inference_mode(False), same_random(tensors), _disable_current_modes():
             yield
     finally:
-        for parameter, held in hooks:
-            parameter._backward_hooks = held
+        for parameter, hooks_before in hooks:
+            parameter._backward_hooks = hooks_before
 
 
 def _own_argument(argument: Any) -> Any:
@@ -123,14 +123,14 @@ class _Pair:
         )
         return structure(self.fused), structure(self.reference), tuple(inputs)
 
-    def wrong(self, held: dict[str, Any]) -> str | None:
+    def wrong(self, values: dict[str, Any]) -> str | None:
         """Return the failure of the site on these values of captured nodes by name, or None.
 
         A failure is the largest error relative to the allowed one, or the exception that the site raised.
         """
         try:
             with torch.enable_grad(), hidden_from_checkpoints():  # torch.func.grad() does not support hooks
-                rows = judge(self._contenders(held), self._given(held), large=True)
+                rows = judge(self._contenders(values), self._given(values), large=True)
         except Exception as error:  # any error rolls back only this site
             return f"on its recorded inputs it raised {in_full(error)}"
         self.site.deviations = tuple(
@@ -142,17 +142,17 @@ class _Pair:
         worst = max(failed, key=lambda row: row.times)
         return str(replace(worst, name=re.sub(_LAYER_PREFIX, "", worst.name)))
 
-    def _given(self, held: dict[str, Any]) -> Inputs:
+    def _given(self, values: dict[str, Any]) -> Inputs:
         """Return the site's inputs without parameters; they require gradients as in the model."""
         given = []
         for node in self.inputs:
-            if not isinstance(held[node.name], nn.Parameter):
+            if not isinstance(values[node.name], nn.Parameter):
                 is_trained = _value_needs_gradient(node)
-                given.append(held[node.name].detach().requires_grad_() if is_trained else held[node.name])
+                given.append(values[node.name].detach().requires_grad_() if is_trained else values[node.name])
         return Inputs(tuple(given))
 
-    def _contenders(self, held: dict[str, Any]) -> Contenders:
-        own = {node: held[node.name] for node in self.inputs if isinstance(held[node.name], nn.Parameter)}
+    def _contenders(self, values: dict[str, Any]) -> Contenders:
+        own = {node: values[node.name] for node in self.inputs if isinstance(values[node.name], nn.Parameter)}
         wide = {node: widened(parameter) for node, parameter in own.items()}
         return Contenders(
             self._subject(self.reference, own),
@@ -179,10 +179,10 @@ def _value_needs_gradient(node: fx.Node) -> bool:
 
 
 def _node_properties(node: fx.Node) -> Any:
-    held = value(node)
-    if not isinstance(held, Tensor):
-        return repr(held)
-    return str(held.shape), str(held.stride()), held.dtype, held.device, held.requires_grad
+    tensor = value(node)
+    if not isinstance(tensor, Tensor):
+        return repr(tensor)
+    return str(tensor.shape), str(tensor.stride()), tensor.dtype, tensor.device, tensor.requires_grad
 
 
 def _distinct(outputs: tuple[fx.Node, ...]) -> list[str]:

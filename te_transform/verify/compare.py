@@ -136,8 +136,8 @@ def judge(
     def drawn(seed: int) -> Run:
         # random rounding applies to results that require a gradient
         with torch.enable_grad(), emulation(seed):
-            found = run(original, inputs, cotangents=own.cotangents, rounding=seed)
-        return found if own.gradients else Run(found.outputs, {}, {})
+            other = run(original, inputs, cotangents=own.cotangents, rounding=seed)
+        return other if own.gradients else Run(other.outputs, {}, {})
 
     exact, first = _in_fp64(contenders, inputs, own, large), own
     if exact is None:

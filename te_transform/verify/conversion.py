@@ -99,15 +99,15 @@ class Conversion:
 
     def _guilty(self, failing: list[Case], called: Called) -> list[str]:
         """Return the paths of the `called` sites that make these cases fail."""
-        found: list[str] = []
+        guilty: list[str] = []
         for case in failing:
 
             def fails(paths: Collection[str], case: Case = case) -> bool:
                 with called.only(paths):
                     return failed(rows_of_case(self, case))
 
-            others = [path for path in called.sites if path not in found]
+            others = [path for path in called.sites if path not in guilty]
             # a case that fails without any site has wrong parameters
-            if (not found or fails(others)) and not fails(()):
-                found += bisect_failures(others, fails)
-        return found
+            if (not guilty or fails(others)) and not fails(()):
+                guilty += bisect_failures(others, fails)
+        return guilty

@@ -36,9 +36,9 @@ def constant_outputs(model: nn.Module, sets: Iterable[Variation]) -> Iterator[Ro
 
 def without_gradient(rows: Iterable[Row]) -> tuple[str, ...]:
     """Return the parameters whose gradient is zero in every case."""
-    found: dict[str, bool] = {}
+    is_zero: dict[str, bool] = {}
     for row in rows:
         name = row.name.removeprefix(GRADIENT)
         if name != row.name and not name.startswith("input "):
-            found[name] = found.get(name, True) and row.zero
-    return tuple(name for name, zero in found.items() if zero)
+            is_zero[name] = is_zero.get(name, True) and row.zero
+    return tuple(name for name, zero in is_zero.items() if zero)

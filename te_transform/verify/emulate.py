@@ -50,8 +50,8 @@ class Quantizer:
         blocks = padded.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
         limit = torch.finfo(self.dtype).max
         scale = self._scale(blocks.abs().amax((1, 3), keepdim=True), limit)
-        held = (blocks * scale).clamp(-limit, limit).to(self.dtype)
-        return (held.to(x.dtype) / scale).flatten(2, 3).flatten(0, 1)[: x.shape[0], : x.shape[1]]
+        quantized = (blocks * scale).clamp(-limit, limit).to(self.dtype)
+        return (quantized.to(x.dtype) / scale).flatten(2, 3).flatten(0, 1)[: x.shape[0], : x.shape[1]]
 
     def _scale(self, amax: Tensor, limit: float) -> Tensor:
         scale = (limit / amax).clamp(max=torch.finfo(amax.dtype).max)

@@ -36,9 +36,9 @@ def first_difference(
         inputs: The inputs of a case that fails.
     """
     try:
-        own, found = _record_tape(original, inputs)
-        how = {"cotangents": found.cotangents}
-        exact, _ = _record_tape(reference, inputs, **how, drawn=found.drawn, double=True)
+        own, run = _record_tape(original, inputs)
+        how = {"cotangents": run.cotangents}
+        exact, _ = _record_tape(reference, inputs, **how, drawn=run.drawn, double=True)
     except _Raised:  # the original does not run with hooks
         return None
     try:

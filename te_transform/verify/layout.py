@@ -75,29 +75,31 @@ class Layout:
         """Turn gradients of `theirs` into gradients of `own`, by the derivative of the function."""
         leaves = {name: p.detach().requires_grad_() for name, p in self.own.items()}
         with torch.enable_grad():
-            made = self._made({id(p): leaves[name] for name, p in self.own.items()})
-            made = {
-                name: tensor for name, tensor in made.items() if tensor.requires_grad and name in gradients
+            weights = self._second_weights({id(p): leaves[name] for name, p in self.own.items()})
+            weights = {
+                name: tensor for name, tensor in weights.items() if tensor.requires_grad and name in gradients
             }
-            given = [gradients[name].to(tensor.dtype) for name, tensor in made.items()]
-            if not made:
+            given = [gradients[name].to(tensor.dtype) for name, tensor in weights.items()]
+            if not weights:
                 return {}
-            found = torch.autograd.grad([*made.values()], [*leaves.values()], given, allow_unused=True)
-        return {name: g for name, g in zip(leaves, found, strict=True) if g is not None}
+            derivatives = torch.autograd.grad(
+                [*weights.values()], [*leaves.values()], given, allow_unused=True
+            )
+        return {name: g for name, g in zip(leaves, derivatives, strict=True) if g is not None}
 
     def rows(self) -> Iterator[Row]:
         """Yield a row for each weight with other values, and one with the number of weights."""
         with torch.no_grad():
-            made = self._made({})
-        yield from compare_weights(made, self._state)
+            weights = self._second_weights({})
+        yield from compare_weights(weights, self._state)
 
     def copy(self) -> None:
         """Load the first model's weights into the second model."""
         with torch.no_grad():
             state = self._state
-            for name, made in self._made({}).items():
+            for name, weight in self._second_weights({}).items():
                 if isinstance(state.get(name), Tensor):
-                    state[name].copy_(made)
+                    state[name].copy_(weight)
 
     def notes(self) -> Iterator[str]:
         """Yield a sentence for gradients that cannot be compared."""
@@ -127,30 +129,30 @@ class Layout:
 
     @cached_property
     def _unmatched(self) -> list[str]:
-        made = self._made({})
-        return [name for name in self.theirs if name not in made]
+        weights = self._second_weights({})
+        return [name for name in self.theirs if name not in weights]
 
-    def _made(self, tensors: Mapping[int, Tensor]) -> dict[str, Tensor]:
+    def _second_weights(self, tensors: Mapping[int, Tensor]) -> dict[str, Tensor]:
         """Make the second model's weights; `tensors` replace the first's parameters, by their id."""
         state = self.first.state_dict(keep_vars=True)
         more = self.first.named_parameters(remove_duplicate=False)
         given = {plain_name(name): tensors.get(id(t), t) for name, t in (*more, *state.items())}
-        made = self._renamed(given) if self.weights is None else self._checked(given)
+        weights = self._renamed(given) if self.weights is None else self._checked(given)
         # of tied parameters, the second model has a gradient under the first name
         first = {id(p): plain_name(name) for name, p in self.second.named_parameters()}
         everywhere = self.second.named_parameters(remove_duplicate=False)
         tied = {plain_name(name): first[id(p)] for name, p in everywhere}
-        return made | {tied[name]: tensor for name, tensor in reversed(made.items()) if name in tied}
+        return weights | {tied[name]: tensor for name, tensor in reversed(weights.items()) if name in tied}
 
     def _renamed(self, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
         theirs = {plain_name(n): p for n, p in self.second.named_parameters(remove_duplicate=False)}
-        made: dict[str, Tensor] = {}
+        renamed: dict[str, Tensor] = {}
         for name, tensor in given.items():
             new = self.rename(name)
             if new not in theirs or not isinstance(tensor, Tensor):
                 continue
             if theirs[new].shape == tensor.shape:
-                made[new] = tensor
+                renamed[new] = tensor
             elif theirs[new].is_floating_point():
                 raise ArgumentError(
                     f"expected weights of one shape, got {list(tensor.shape)} for {name} in the first model "
@@ -158,12 +160,12 @@ class Layout:
                     "makes the second's state dict",
                     "weights",
                 )
-        return made
+        return renamed
 
     def _checked(self, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the weights that the user's function makes, if the second model has weights like them."""
         try:
-            made = dict(self.weights(given))
+            weights = dict(self.weights(given))
         except Exception as error:  # the user's code may raise anything
             raise ArgumentError(
                 "expected weights as a function from state dict to state dict, got an error from it "
@@ -171,7 +173,7 @@ class Layout:
                 "weights",
             ) from error
         state = self._state
-        for name, tensor in made.items():
+        for name, tensor in weights.items():
             if name not in state:
                 raise ArgumentError(
                     f"expected names of the second model from the function for weights, got {name!r}"
@@ -184,7 +186,7 @@ class Layout:
                     f"got {list(tensor.shape)}; return each weight as the second model holds it",
                     "weights",
                 )
-        return made
+        return weights
 
     def _check_derivative(self) -> None:
         leaves = {
@@ -192,8 +194,8 @@ class Layout:
             for p in self.first.parameters()
         }
         with torch.enable_grad():
-            made = self._made(leaves)
-        if fixed := [name for name in self.theirs if name in made and not made[name].requires_grad]:
+            weights = self._second_weights(leaves)
+        if fixed := [name for name in self.theirs if name in weights and not weights[name].requires_grad]:
             raise ArgumentError(
                 f"expected a differentiable function for weights, got {some(fixed)} from it without a "
                 "gradient; leave out detach(), .data and torch.no_grad(), its derivative is needed",

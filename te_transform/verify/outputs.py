@@ -51,13 +51,13 @@ class Outputs:
         given_before, buffers_before = _copies(given), _copies(_buffers(model))
         with Dropouts() as dropouts:
             result = model(*args, **kwargs)
-        found, held = dict(named_tensors(result)), dict(held_values(result))
+        tensors, held = dict(named_tensors(result)), dict(held_values(result))
         held = {name: tensor for name, tensor in held.items() if name in self.held}
         buffers = _buffers(model)
         updated = _names_of_changed(buffers_before, buffers)
         if not self.dtypes:
-            self._note_first(found, held, buffers, updated)
-        outputs = self._renamed(found) | held
+            self._note_first(tensors, held, buffers, updated)
+        outputs = self._renamed(tensors) | held
         if self.autocast:
             outputs = {name: in_dtype(tensor, self.dtypes.get(name)) for name, tensor in outputs.items()}
         outputs |= self._updated_buffers(model, buffers, updated)
@@ -69,32 +69,32 @@ class Outputs:
 
     def _note_first(
         self,
-        found: dict[str, Tensor],
+        tensors: dict[str, Tensor],
         held: dict[str, Tensor],
         buffers: dict[str, Tensor],
         updated: list[str],
     ) -> None:
         """Note names and dtypes of the first call, which is one of the first model."""
-        self.dtypes = {name: tensor.dtype for name, tensor in (found | held).items()}
-        self.results, self.updated = [*found], updated
+        self.dtypes = {name: tensor.dtype for name, tensor in (tensors | held).items()}
+        self.results, self.updated = [*tensors], updated
         self.names = {self.rename(name) or "": name for name in buffers}
 
-    def _renamed(self, found: dict[str, Tensor]) -> dict[str, Tensor]:
+    def _renamed(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the tensors of a result, paired by order with the first model's if all names differ."""
-        if found.keys() & {*self.results} or len(found) != len(self.results):
-            return found
-        return dict(zip(self.results, found.values(), strict=True))
+        if tensors.keys() & {*self.results} or len(tensors) != len(self.results):
+            return tensors
+        return dict(zip(self.results, tensors.values(), strict=True))
 
     def _updated_buffers(
         self, model: nn.Module, buffers: dict[str, Tensor], updated: list[str]
     ) -> dict[str, Tensor]:
         """Return copies of the buffers that one of the models updates, if the first has them."""
-        saved, found = set(map(plain_name, model.state_dict())), {}  # others may be caches
+        saved, copies = set(map(plain_name, model.state_dict())), {}  # others may be caches
         for name, buffer in buffers.items():
             own = name if model is self.first else self.names.get(name, "")
             if own in self.updated or (own and name in updated and name in saved):
-                found[f"{BUFFER}{own}"] = buffer.detach().clone()
-        return found
+                copies[f"{BUFFER}{own}"] = buffer.detach().clone()
+        return copies
 
 
 def _copies(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

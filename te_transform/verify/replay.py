@@ -95,8 +95,8 @@ def run(
         own = {name: gradient for name, gradient in gradients.items() if name in trained}
         gradients = subject.pull_back(own) | {n: g for n, g in gradients.items() if n not in trained}
         gradients = {name: _as_real(gradient) for name, gradient in gradients.items()}
-    found = {name: out.detach() for name, out in outputs.items()}
-    return Run(found, gradients, dict(cotangents), mode.drawn)
+    detached = {name: out.detach() for name, out in outputs.items()}
+    return Run(detached, gradients, dict(cotangents), mode.drawn)
 
 
 @contextlib.contextmanager
@@ -113,7 +113,7 @@ def in_double(model: nn.Module) -> Iterator[None]:
     A copy of the model would not do, because it might refer to parameters of the original.
     """
     copies: dict[int, Tensor] = {}
-    held = [
+    own = [
         (module, name, tensor)
         for module in model.modules()
         for tensors in (module._parameters, module._buffers)
@@ -121,12 +121,12 @@ def in_double(model: nn.Module) -> Iterator[None]:
         if tensor is not None and (tensor.is_floating_point() or tensor.is_complex())
     ]
     try:
-        for module, name, tensor in held:  # a tied tensor stays one tensor
+        for module, name, tensor in own:  # a tied tensor stays one tensor
             copies[id(tensor)] = copies[id(tensor)] if id(tensor) in copies else widened(tensor)
             setattr(module, name, copies[id(tensor)])
         yield
     finally:
-        for module, name, tensor in held:
+        for module, name, tensor in own:
             setattr(module, name, tensor)
 
 

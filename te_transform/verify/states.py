@@ -19,7 +19,7 @@ _E4M3 = 2**-4  # the largest relative error of rounding to it
 
 def compare_states(model: nn.Module, converted: nn.Module) -> Iterator[Row]:
     """Yield a row for each difference, and one with the number of entries."""
-    own, theirs, held = (
+    own, theirs, buffers = (
         model.state_dict(),
         converted.state_dict(),
         _fp8_only_names(converted) - _fp8_only_names(model),
@@ -29,21 +29,21 @@ def compare_states(model: nn.Module, converted: nn.Module) -> Iterator[Row]:
         more = f" and {len(changed) - _NAMES} more" if len(changed) > _NAMES else ""
         yield Row(STATE_DICT, "names", False, reason=f"differ, {changed[:_NAMES] or 'in order'}{more}")
     for name in [name for name in own if name in theirs]:
-        if name in held:
+        if name in buffers:
             yield _compare_rounded(name, own[name], exact(theirs[name]))
         elif not _same(own[name], theirs[name]):
             yield Row(STATE_DICT, name, False, reason=_why_different(own[name], theirs[name]))
     yield Row(STATE_DICT, f"{len(own)} entries", True)
 
 
-def compare_weights(made: Mapping[str, Any], state: Mapping[str, Any]) -> Iterator[Row]:
-    """Yield a row for each weight of the second model with other values than `made` from the first's.
+def compare_weights(weights: Mapping[str, Any], state: Mapping[str, Any]) -> Iterator[Row]:
+    """Yield a row for each weight of the second model with other values than `weights` from the first's.
 
     Weights of other dtypes and quantized weights are not compared: outputs show whether they are right.
     """
     pairs = [
         (n, t, state[n])
-        for n, t in made.items()
+        for n, t in weights.items()
         if _is_plain_tensor(state.get(n)) and t.dtype is state[n].dtype
     ]
     for name, own, theirs in pairs:
@@ -57,8 +57,8 @@ def compare_weights(made: Mapping[str, Any], state: Mapping[str, Any]) -> Iterat
     yield Row(STATE_DICT, f"{len(pairs)} weights", True)
 
 
-def _is_plain_tensor(held: Any) -> bool:
-    return type(held) in (Tensor, nn.Parameter) and not held.is_quantized and not held.is_meta
+def _is_plain_tensor(value: Any) -> bool:
+    return type(value) in (Tensor, nn.Parameter) and not value.is_quantized and not value.is_meta
 
 
 def _fp8_only_names(model: nn.Module) -> set[str]:

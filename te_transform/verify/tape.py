@@ -65,7 +65,10 @@ class Tape:
 
     def _start(self, path: str, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
         # a view of its own, whose gradient is that of this call alone
-        views = tuple(map(_trained_view, args)), {name: _trained_view(held) for name, held in kwargs.items()}
+        views = (
+            tuple(map(_trained_view, args)),
+            {name: _trained_view(argument) for name, argument in kwargs.items()},
+        )
         self._record(Moment(path, self.calls[path], True), views)
         self.running.append(path)
         return views
@@ -76,11 +79,11 @@ class Tape:
         self._record(Moment(path, self.calls[path], False), output)
         self.calls[path] += 1
 
-    def _record(self, at: Moment, held: Any) -> None:
+    def _record(self, at: Moment, outputs: Any) -> None:
         if (name := self.rename(at.path)) is None:
             return
         moment = at._replace(path=name)
-        tensors = [t for _, t in named_tensors(held) if t.dtype is not torch.bool and not only_hides(t)]
+        tensors = [t for _, t in named_tensors(outputs) if t.dtype is not torch.bool and not only_hides(t)]
         self.values[moment] = [self.visible(at.path, tensor.detach()).clone() for tensor in tensors]
         self.callers[moment] = at.path, self.running[-1] if self.running else ""
         for place, tensor in enumerate(tensors):
@@ -93,6 +96,6 @@ class Tape:
             self.gradients[key] = self.visible(path, gradient.detach()).clone()
 
 
-def _trained_view(held: Any) -> Any:
-    is_trained = isinstance(held, Tensor) and held.requires_grad and held.is_floating_point()
-    return held.view_as(held) if is_trained else held
+def _trained_view(argument: Any) -> Any:
+    is_trained = isinstance(argument, Tensor) and argument.requires_grad and argument.is_floating_point()
+    return argument.view_as(argument) if is_trained else argument

@@ -115,22 +115,22 @@ def _batch_and_length(inputs: Inputs) -> tuple[int | None, int | None]:
 
 def _other_sizes(inputs: Inputs) -> list[_Size]:
     batch, length = _batch_and_length(inputs)
-    same, found = batch == length, []
+    same, sizes = batch == length, []
     if batch is not None:
-        found.append(_Size(batch, batch + 1, slice(0, 1) if same else slice(None)))
+        sizes.append(_Size(batch, batch + 1, slice(0, 1) if same else slice(None)))
     if length is not None:
         other = length - max(1, length // 3) if length > 1 else 2  # shorter, because models limit the length
-        found.append(_Size(length, other, slice(1, None) if same else slice(None)))
-    return found
+        sizes.append(_Size(length, other, slice(1, None) if same else slice(None)))
+    return sizes
 
 
 def _varied(inputs: Inputs, generator: torch.Generator, sizes: Sequence[_Size] = ()) -> Inputs:
     """Return inputs with fresh values and other sizes."""
-    made: dict[int, Tensor] = {}  # one tensor passed twice stays one tensor
+    fresh: dict[int, Tensor] = {}  # one tensor passed twice stays one tensor
 
     def varied(tensor: Tensor) -> Tensor:
         key = id(tensor)
-        if key not in made:
+        if key not in fresh:
             mask = _is_mask(tensor)
             features = (
                 tensor.dim() - 1 if tensor.is_floating_point() and tensor.dim() > 2 and not mask else -1
@@ -142,8 +142,8 @@ def _varied(inputs: Inputs, generator: torch.Generator, sizes: Sequence[_Size] =
             for dim, size in changes:
                 index = torch.arange(size.wanted, dtype=torch.int64, device=tensor.device)
                 tensor = tensor.index_select(dim, index.clamp(max=size.found - 1))
-            made[key] = tensor if mask else _fresh(tensor, generator)
-        return made[key]
+            fresh[key] = tensor if mask else _fresh(tensor, generator)
+        return fresh[key]
 
     return Inputs(*tree_map_only(Tensor, varied, (inputs.args, inputs.kwargs)))
 

@@ -109,9 +109,9 @@ def assert_same(
         te_transform.InputError: see verify().
     """
     __tracebackhide__ = True  # pytest shows the line of the test
-    found = verify(model, other, example_inputs, names=names, weights=weights)
-    if not found:
-        raise AssertionError(str(found))
+    verification = verify(model, other, example_inputs, names=names, weights=weights)
+    if not verification:
+        raise AssertionError(str(verification))
 
 
 def _check_models(model: nn.Module, converted: nn.Module, has_layout: bool) -> None:

@@ -73,7 +73,7 @@ class NotedCalls:
             return None
         node = repeating_node()
         starts = [(start, call) for call in self.noted for start in call.starts]
-        inside = [each for each in starts if (forward := each[1].forward) and forward.made(node.number)]
+        inside = [each for each in starts if (forward := each[1].forward) and forward.created(node.number)]
         call = node.nearest(inside or starts)
         call.repeated = True
         return call

@@ -87,8 +87,8 @@ def join_copies(parameters: Sequence[FP8Only]) -> FP8Only | None:
     with torch.inference_mode(False), torch.no_grad():
         whole = type(first)(torch.cat([p.held for p in parameters]), first.inverse.clone(), first.dtype)
         rows = whole.held.split([len(p) for p in parameters])
-        for parameter, held in zip(parameters, rows, strict=True):
-            parameter.held, parameter.inverse, parameter.whole = held, whole.inverse, whole
+        for parameter, part in zip(parameters, rows, strict=True):
+            parameter.held, parameter.inverse, parameter.whole = part, whole.inverse, whole
     return whole
 
 
@@ -98,19 +98,21 @@ StoredForms = dict[int, tuple[type[FP8Only], torch.dtype]]
 def forms_of(arguments: Sequence[Any]) -> StoredForms:
     """Return the class and dtype of each FP8-only argument, by its position."""
     return {
-        index: (type(held), held.dtype) for index, held in enumerate(arguments) if isinstance(held, FP8Only)
+        index: (type(argument), argument.dtype)
+        for index, argument in enumerate(arguments)
+        if isinstance(argument, FP8Only)
     }
 
 
 def opened(arguments: Sequence[Any], forms: StoredForms) -> list[Any]:
     """Replace FP8-only arguments by their bytes, and append their scales."""
-    found = [argument.held if index in forms else argument for index, argument in enumerate(arguments)]
-    return [*found, *(arguments[index].inverse for index in forms)]
+    plain = [argument.held if index in forms else argument for index, argument in enumerate(arguments)]
+    return [*plain, *(arguments[index].inverse for index in forms)]
 
 
 def closed(arguments: Sequence[Any], forms: StoredForms) -> list[Any]:
     """Undo opened()."""
-    found = list(arguments[: len(arguments) - len(forms)])
-    for (index, (kind, dtype)), inverse in zip(forms.items(), arguments[len(found) :], strict=True):
-        found[index] = kind(found[index], inverse, dtype)
-    return found
+    restored = list(arguments[: len(arguments) - len(forms)])
+    for (index, (kind, dtype)), inverse in zip(forms.items(), arguments[len(restored) :], strict=True):
+        restored[index] = kind(restored[index], inverse, dtype)
+    return restored

@@ -63,11 +63,11 @@ class GradientSums:
 
     def by_parameter(self) -> dict[Tensor, Tensor]:
         """Return the sum for each parameter, in the parameter's shape."""
-        found: dict[Tensor, Tensor] = {}
+        sums: dict[Tensor, Tensor] = {}
         for each in self.sums.values():
             for parameter, part in each.parts():
-                found[parameter] = found[parameter] + part if parameter in found else part
-        return found
+                sums[parameter] = sums[parameter] + part if parameter in sums else part
+        return sums
 
 
 accumulating = Switch()

@@ -204,9 +204,9 @@ def _changed(kernels: list[Any]) -> Iterator[bool]:
     by_device: dict[torch.device, list[Any]] = {}
     for kernel in kernels:
         by_device.setdefault(kernel.kept.sample.device, []).append(kernel)
-    for held in by_device.values():
-        now = [parameter for kernel in held for parameter in kernel.parameters()]
-        before = torch.cat([kernel.kept.sample for kernel in held])
+    for kernels_there in by_device.values():
+        now = [parameter for kernel in kernels_there for parameter in kernel.parameters()]
+        before = torch.cat([kernel.kept.sample for kernel in kernels_there])
         yield not now or not torch.equal(before, sample_of(now))
 
 

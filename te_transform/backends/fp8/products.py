@@ -167,8 +167,8 @@ def with_full_rows(compute: Callable[[Tensor], Any], x: Tensor, multiple: int) -
         return compute(x)
     # padding repeats the last row, so amax does not change; the gradient of the padding is zero
     flat = x.reshape(rows, -1)
-    made = compute(torch.cat([flat, flat[-1:].expand(missing, -1)]))
-    return tree_map(lambda out: out[:rows].reshape(*x.shape[:-1], -1), made)
+    padded = compute(torch.cat([flat, flat[-1:].expand(missing, -1)]))
+    return tree_map(lambda out: out[:rows].reshape(*x.shape[:-1], -1), padded)
 
 
 def _as_matrix(compute: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:

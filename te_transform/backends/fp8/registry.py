@@ -106,5 +106,5 @@ class Source:
 
     def parameters(self) -> tuple[Tensor, ...]:
         """Return the parameters, or () if one of them has been freed."""
-        found = tuple(reference() for reference in self.references)
-        return () if None in found else found
+        living = tuple(reference() for reference in self.references)
+        return () if None in living else living

@@ -104,11 +104,11 @@ class RankTable:
         values = torch.cat([table[:0], *self.scales, *(amax.view(1) for amax in self.amaxes)])
         values[: self.count].neg_()
         maximum(table.scatter_reduce_(0, self.cells, values, "amax"))
-        found = table[self.cells]
+        cells = table[self.cells]
         if self.scales:
-            torch._foreach_copy_(self.scales, found[: self.count].neg().split(self.sizes))
+            torch._foreach_copy_(self.scales, cells[: self.count].neg().split(self.sizes))
         if self.amaxes:
-            torch._foreach_copy_(self.amaxes, [*found[self.count :].unbind()])
+            torch._foreach_copy_(self.amaxes, [*cells[self.count :].unbind()])
 
 
 def _waiting(kernel: ScaledKernel) -> Iterator[tuple[int, int, Tensor]]:
@@ -178,8 +178,8 @@ def _save_products(kernel: ScaledKernel, rows: Sequence[Sequence[ScaleRow]]) -> 
     for number, columns, scale, history in _changed_scales(kernel):
         for row in rows[number]:
             row["scale"][columns] = torch.minimum(row["scale"][columns], scale.cpu())
-            held = row["amax_history"][:, columns]
-            held.copy_(torch.maximum(held, history.cpu()))
+            saved = row["amax_history"][:, columns]
+            saved.copy_(torch.maximum(saved, history.cpu()))
 
 
 def combine_ranks(saved: Mapping[str, ScaleRow], maximum: Maximum, device: Any) -> None:
@@ -210,7 +210,7 @@ def loaded_for(kernel: ScaledKernel) -> list[ScaleRow] | None:
 def _joined_row(rows: Sequence[ScaleRow]) -> ScaleRow:
     """Return the row of joined parameters: the larger amax, and no number that a parameter has not."""
     stacked = {key: torch.stack([row[key] for row in rows]) for key in rows[0]}
-    largest = {key: held.amax(0) for key, held in stacked.items()}
+    largest = {key: numbers.amax(0) for key, numbers in stacked.items()}
     scale, seen = stacked["scale"], stacked["seen"]
     return {
         **largest,

@@ -49,13 +49,13 @@ def _quantized_by_kernel(
         columnwise=with_transpose,
     )
     quantizer.internal = True
-    held = compute(quantizer).get_metadata()
-    rows, transposed = held["data"].view(dtype), held["data_transpose"]
+    parts = compute(quantizer).get_metadata()
+    rows, transposed = parts["data"].view(dtype), parts["data_transpose"]
     if not with_transpose:
-        transposed = held["data"].new_empty(0)
+        transposed = parts["data"].new_empty(0)
     elif transposed is None:  # TE makes none on GPUs whose FP8 matrix products support every layout
-        transposed = held["data"].t().contiguous()
-    return rows, transposed.view(dtype), held["fp8_scale_inv"]
+        transposed = parts["data"].t().contiguous()
+    return rows, transposed.view(dtype), parts["fp8_scale_inv"]
 
 
 def quantize(x: Tensor, *where: Any) -> InFP8:
@@ -83,8 +83,8 @@ def activate_backward(
 
     def compute(quantizer: Any) -> Any:
         nonlocal total
-        total, held = with_bias(grad, x, quantizer)
-        return held
+        total, gradient = with_bias(grad, x, quantizer)
+        return gradient
 
     return (*_quantized_by_kernel(compute, *where), total)
 

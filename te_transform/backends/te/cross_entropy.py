@@ -65,8 +65,8 @@ class _CrossEntropy(torch.autograd.Function):
                 losses = ops.cross_entropy(own, targets, ctx.ignore_index, "none", torch.float32)
             else:
                 losses = _te_losses(own, targets, ctx.ignore_index)
-        (found,) = torch.autograd.grad(losses, own, grad, create_graph=recorded)
-        return found, None, None
+        (gradient,) = torch.autograd.grad(losses, own, grad, create_graph=recorded)
+        return gradient, None, None
 
 
 def _te_losses(logits: Tensor, targets: Tensor, ignore_index: int) -> Tensor:

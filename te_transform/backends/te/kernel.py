@@ -112,7 +112,7 @@ class Kernel(LazyModule):
         """Return TE's tensor of the bytes of an FP8-only weight, within a recipe; TE caches its transpose."""
         if number not in self.tensors or not self.tensors[number][0].is_of(weight.held):
             quantizer = self.weight_quantizer(number)
-            made = Float8Tensor(
+            tensor = Float8Tensor(
                 shape=weight.shape,
                 dtype=weight.dtype,
                 data=weight.held.detach(),  # a record must not refer to the tensor it belongs to
@@ -120,7 +120,7 @@ class Kernel(LazyModule):
                 fp8_dtype=quantizer.dtype,
                 quantizer=quantizer,
             )
-            self.tensors[number] = TensorVersion.of(weight.held), made
+            self.tensors[number] = TensorVersion.of(weight.held), tensor
         return self.tensors[number][1]
 
     def vector(self, number: float, weight: Tensor) -> Tensor:
@@ -197,8 +197,8 @@ class Kernel(LazyModule):
         if self.kept.state is None or self.kept.state.forward is not state.forward:
             scaling = scaling_of(recipe)
             with torch.inference_mode(False):  # later calls outside of inference mode read them
-                held = tuple(scaling.weight(state, *each, False) for each in enumerate(weights))
-            self.kept.state = state._replace(weights=held)
+                quantized = tuple(scaling.weight(state, *each, False) for each in enumerate(weights))
+            self.kept.state = state._replace(weights=quantized)
         return self.kept.state
 
     def _scales(self) -> ProductState:
@@ -226,8 +226,8 @@ class Kernel(LazyModule):
 
     def call_again(self) -> NotedCall | None:
         """Return the call that a checkpoint repeats, by default the last one, or None if it had no recipe."""
-        found = self.calls.again() or NotedCall(self.in_fp8, self.in_recipe)
-        return found if found.in_recipe else None
+        call = self.calls.again() or NotedCall(self.in_fp8, self.in_recipe)
+        return call if call.in_recipe else None
 
 
 _UNSCALED = ProductState()

@@ -57,9 +57,9 @@ class LazyModule:
             keeps: True to cache the quantized weights.
         """
         own = vars(self.module)
-        held = any(isinstance(tensor, Float8Tensor) for tensor in tensors)
+        is_fp8_only = any(isinstance(tensor, Float8Tensor) for tensor in tensors)
         own.update(zip(self.names, tensors, strict=True))
-        own.update(fuse_wgrad_accumulation=adds, primary_weights_in_fp8=held)
+        own.update(fuse_wgrad_accumulation=adds, primary_weights_in_fp8=is_fp8_only)
         try:
             # True would also overwrite the gradients of earlier calls
             return self.module.forward(x, is_first_microbatch=False if keeps else None)
@@ -116,13 +116,13 @@ class LazyModule:
             return
         update_scales_after_repeated(call.forward)
         state = self.module.fp8_meta["scaling_fwd"]
-        held = state.scale, state.amax_history[0]
+        tensors = state.scale, state.amax_history[0]
         with _disable_current_modes():
-            now = [tensor.clone() for tensor in held]
+            now = [tensor.clone() for tensor in tensors]
             state.scale.copy_(call.scales)
         try:
             with within_step(recipe):
                 yield
         finally:
             with _disable_current_modes():
-                torch._foreach_copy_(held, now)
+                torch._foreach_copy_(tensors, now)

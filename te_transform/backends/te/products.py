@@ -244,19 +244,19 @@ class _TEProduct(MatrixProduct):
             tensors: the tensors of the call, which own the gradient sums.
             gradients: the gradient sums of accumulate(), or None.
         """
-        found = list(given)
+        arguments = list(given)
         for number, position in enumerate(self.PRODUCTS):  # among the arguments, of which x is the first
             index = position - 1
             weight = given[index]
             if is_fp8_only(weight):
-                found[index] = kernel.tensor_of(number, weight)
+                arguments[index] = kernel.tensor_of(number, weight)
                 continue
             weight = weight.contiguous()
             if gradients is not None and torch.is_grad_enabled():
                 weight = weight.view_as(weight)  # parameters stay as they are
                 weight.main_grad = gradients.of(tensors[index])
-            found[index] = weight
-        return found
+            arguments[index] = weight
+        return arguments
 
     def _watched(self, out: Out, x: Tensor, tensors: Sequence[Tensor | None]) -> Out:
         """Return a kernel's output, and the norm's output without a gradient if the norm has none."""

@@ -163,8 +163,8 @@ def _no_new_step() -> Iterator[None]:
     try:
         yield
     finally:
-        for name, held in before.items():
-            setattr(state, name, held)
+        for name, value in before.items():
+            setattr(state, name, value)
 
 
 def _state_of_step() -> tuple[Any, str, str]:
@@ -183,10 +183,10 @@ def forgetting_scales() -> Iterator[None]:
     """
     state = getattr(FP8GlobalStateManager, "quantization_state", FP8GlobalStateManager)
     buffers = state.global_amax_buffer, state.global_amax_history_buffer, state.global_scale_buffer
-    before = [{key: len(held) for key, held in buffer.items()} for buffer in buffers]
+    before = [{key: len(entries) for key, entries in buffer.items()} for buffer in buffers]
     try:
         yield
     finally:
         for buffer, lengths in zip(buffers, before, strict=True):
-            for key, held in buffer.items():
-                del held[lengths.get(key, 0) :]
+            for key, entries in buffer.items():
+                del entries[lengths.get(key, 0) :]

@@ -86,22 +86,22 @@ class CudaGraph:
         if why is not None:
             return why
         step = self._step(call)
-        found = self._replay_of(step) or self.specializations.find(call)
-        if isinstance(found, str):
-            return found
-        call.found = found, step
+        ready = self._replay_of(step) or self.specializations.find(call)
+        if isinstance(ready, str):
+            return ready
+        call.prepared = ready, step
         return None
 
     def run(self, call: CallContext) -> Any:
         """Replay a recording, or run the call. The third call with the same shapes and mode is recorded."""
-        found, step = call.found
-        if callable(found):  # a replay of the last step's recording
-            return found(*call.args)
-        outputs = found.compute(*found.arguments(call))
-        if found.backend is not None:
-            found.update_scales(call, outputs)
+        ready, step = call.prepared
+        if callable(ready):  # a replay of the last step's recording
+            return ready(*call.args)
+        outputs = ready.compute(*ready.arguments(call))
+        if ready.backend is not None:
+            ready.update_scales(call, outputs)
         if step is not None:
-            self._keep(step, found, call.args)
+            self._keep(step, ready, call.args)
         return outputs
 
     def _make(
@@ -110,10 +110,10 @@ class CudaGraph:
         recipe, _ = self.specializations.precision()
         return self.recordable.make(lowered.with_known(known), known, arguments, recipe)
 
-    def _keep(self, step: tuple[Any, ...], found: Ready, arguments: Sequence[Any]) -> None:
+    def _keep(self, step: tuple[Any, ...], ready: Ready, arguments: Sequence[Any]) -> None:
         """Keep the function that ran this call for the next one, if it reads only memory of the arguments."""
-        replayed, known = found.compute, found.known
-        if known.states or found.lowered.reads_values or not isinstance(replayed, Replayed):
+        replayed, known = ready.compute, ready.known
+        if known.states or ready.lowered.reads_values or not isinstance(replayed, Replayed):
             return
         self.last = None
         if not {*addresses(known.tensors)} <= {*step[0]}:  # some are copies that each call makes
@@ -212,8 +212,8 @@ class Replayed:
         if not signature.trained:
             return graphs.outputs.assemble(graphs.forward(arguments), arguments)
         trained = [arguments[index] for index in signature.trained]
-        found = Replay.apply(signature, self.function, arguments, *trained)
-        return graphs.outputs.assemble(found, arguments)
+        tensors = Replay.apply(signature, self.function, arguments, *trained)
+        return graphs.outputs.assemble(tensors, arguments)
 
     def _have_moved(self, graphs: GraphRecording, arguments: Sequence[Any]) -> bool:
         """Return True if static inputs have new addresses, and report it."""
@@ -227,10 +227,10 @@ class Replayed:
 
     def _signature(self, arguments: Sequence[Any]) -> CallSignature:
         values = tuple(
-            (a.data_ptr() if static_inputs and not self.is_divided else None, a.requires_grad)
+            (a.data_ptr() if is_static and not self.is_divided else None, a.requires_grad)
             if isinstance(a, Tensor)
             else a
-            for a, static_inputs in zip(arguments, self.function.static_inputs, strict=True)
+            for a, is_static in zip(arguments, self.function.static_inputs, strict=True)
         )
         key = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), stream_now(), values
         signature = self.signatures.pop(key, None)
@@ -255,10 +255,10 @@ class Replayed:
             each.forget_moved()
         signature.graphs = None  # frees the memory of an older recording
         make = partial(GraphRecording, self.function, signature)
-        found = record_call(self.function, signature, arguments, make)
-        if isinstance(found, str):
-            return found
-        signature.graphs = found
+        recording = record_call(self.function, signature, arguments, make)
+        if isinstance(recording, str):
+            return recording
+        signature.graphs = recording
         return None
 
     def _refused(self, signature: CallSignature, why: str, arguments: Sequence[Any]) -> Sequence[Any]:
@@ -314,11 +314,11 @@ class GraphRecording:
         trained: list[Tensor] = []
 
         def forward() -> list[Tensor]:
-            found, trained[:] = call_on_views(function.run, arguments, signature.trained)
-            return [found[index] for index in self.outputs.tensors]
+            outputs, trained[:] = call_on_views(function.run, arguments, signature.trained)
+            return [outputs[index] for index in self.outputs.tensors]
 
-        def backward(found: list[Tensor]) -> list[Tensor | None]:
-            used = [found[number] for number in self.outputs.wanted]
+        def backward(outputs: list[Tensor]) -> list[Tensor | None]:
+            used = [outputs[number] for number in self.outputs.wanted]
             return list(gradients_of(used, trained, self.seeds))
 
         with casting_anew():
@@ -388,6 +388,6 @@ class Replay(torch.autograd.Function):
             seeds = {tensors[number]: grad for number, grad in given.items()}
             return None, None, None, *ctx.start.gradients(ctx.function.run, seeds)
         check_unchanged(ctx.watched)
-        found = graphs.backward(grads)
+        gradients = graphs.backward(grads)
         signature.waiting = None  # another forward may now overwrite the memory of this one
-        return None, None, None, *found
+        return None, None, None, *gradients

@@ -69,15 +69,15 @@ class Inductor:
         why = self.specializations.refuse(call)
         if why is not None:
             return why
-        call.found = self.specializations.find(call)
-        return call.found if isinstance(call.found, str) else None
+        call.prepared = self.specializations.find(call)
+        return call.prepared if isinstance(call.prepared, str) else None
 
     def run(self, call: CallContext) -> Any:
         """Run the compiled graph."""
-        found = call.found
-        outputs = found.compute(*found.arguments(call))
-        if found.backend is not None:
-            found.update_scales(call, outputs)
+        ready = call.prepared
+        outputs = ready.compute(*ready.arguments(call))
+        if ready.backend is not None:
+            ready.update_scales(call, outputs)
         return outputs
 
     def _make(

@@ -147,9 +147,9 @@ def agree(parameters: list[nn.Parameter], averaged: list[Tensor], group: dist.Pr
     bits = [sum(_bits(tensor) for tensor in tensors) for tensors in (parameters, averaged)]
     own = torch.tensor([shapes, 0, 0], dtype=torch.int64, device=parameters[0].device)
     own[1:] += torch.stack([torch.as_tensor(b, dtype=torch.int64, device=own.device) for b in bits])
-    found = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(found, own, group=group)
-    shapes_agree, weights_agree, gradients_agree = (torch.stack(found) == own).all(0).tolist()
+    sums = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(sums, own, group=group)
+    shapes_agree, weights_agree, gradients_agree = (torch.stack(sums) == own).all(0).tolist()
     if not shapes_agree or not weights_agree:
         raise OneBitError(
             f"expected the same {'weights' if shapes_agree else 'parameters'} on every rank, got others; "

@@ -95,13 +95,13 @@ class OneBitLamb(OneBitAdam):
         if self._has_unused:
             for ratio, size in zip(ratios, sizes, strict=True):
                 ratio.masked_fill_(size.isinf(), 0.0)
-        found = torch.stack(torch._foreach_norm(ratios, float("inf")))
+        factors = torch.stack(torch._foreach_norm(ratios, float("inf")))
         if shares is not None:
-            found = found * shares + 1 - shares
+            factors = factors * shares + 1 - shares
         last = torch.stack([state["factor"] for state in states])
-        found = found.clamp(*FACTORS).clamp(last * (1 - STEP_OF_FACTOR), last * (1 + STEP_OF_FACTOR))
-        torch._foreach_copy_([state["factor"] for state in states], list(found.unbind()))
-        return found
+        factors = factors.clamp(*FACTORS).clamp(last * (1 - STEP_OF_FACTOR), last * (1 + STEP_OF_FACTOR))
+        torch._foreach_copy_([state["factor"] for state in states], list(factors.unbind()))
+        return factors
 
 
 def _lamb_updates(

@@ -84,10 +84,10 @@ class FlatLayout:
 
     def parts(self, buffer: Tensor, group: int) -> list[Tensor]:
         """Return the elements of one group: a part with its matrices and a part with its vectors."""
-        found = []
+        parts = []
         for is_matrix in (True, False):
             own = [p for p in self.groups[group] if (p.dim() > 1) is is_matrix]
             if own:
                 start, end = self._starts[own[0]], self._starts[own[-1]] + own[-1].numel()
-                found.append(buffer[start:end])
-        return found
+                parts.append(buffer[start:end])
+        return parts

@@ -194,27 +194,27 @@ class OneBitOptimizer(torch.optim.Optimizer):
 
     def _overflowed(self) -> bool:
         """Return True on all ranks if GradScaler found an infinity on one; only then is a flag exchanged."""
-        found = getattr(self, "found_inf", None)
-        if found is None:
+        overflow = getattr(self, "found_inf", None)
+        if overflow is None:
             return False
-        found = torch.stack([found.detach(), -found.detach()]).float()
+        overflow = torch.stack([overflow.detach(), -overflow.detach()]).float()
         if dist.get_world_size(self.process_group) > 1:
-            dist.all_reduce(found, dist.ReduceOp.MAX, group=self.process_group)
-        largest, smallest = found[0].item(), -found[1].item()
+            dist.all_reduce(overflow, dist.ReduceOp.MAX, group=self.process_group)
+        largest, smallest = overflow[0].item(), -overflow[1].item()
         self.scales_differ |= bool(largest) != bool(smallest)
         return bool(largest)
 
     def _gradients(self, layout: FlatLayout) -> GradientsOf:
         """Return the fp32 gradients of the parameters with a gradient, without GradScaler's scale."""
         given = {p: p.grad for p in layout.parameters if p.grad is not None}
-        found = {p: grad for p, grad in given.items() if grad.dtype == torch.float32}
-        if cast := [p for p in given if p not in found]:
+        gradients = {p: grad for p, grad in given.items() if grad.dtype == torch.float32}
+        if cast := [p for p in given if p not in gradients]:
             copies = layout.scratch()
-            found |= {p: layout.view(copies, p) for p in cast}
-            torch._foreach_copy_([found[p] for p in cast], [given[p] for p in cast])
-        if (scale := getattr(self, "grad_scale", None)) is not None and found:
-            torch._foreach_mul_(list(found.values()), scale.double().reciprocal().float())
-        return found
+            gradients |= {p: layout.view(copies, p) for p in cast}
+            torch._foreach_copy_([gradients[p] for p in cast], [given[p] for p in cast])
+        if (scale := getattr(self, "grad_scale", None)) is not None and gradients:
+            torch._foreach_mul_(list(gradients.values()), scale.double().reciprocal().float())
+        return gradients
 
     def _averaged(self, layout: FlatLayout, gradients: GradientsOf) -> GradientsOf:
         """Return the mean of gradients over ranks, if no registered DDP has computed it."""

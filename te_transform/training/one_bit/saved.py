@@ -51,10 +51,10 @@ def check(state_dict: dict[str, Any], names: set[str], optimizer: str) -> None:
             f"expected a state of {optimizer} with state and param_groups, got {given or 'none'}; load what "
             f"{optimizer}.state_dict() returned"
         )
-    found = [set(state) - {ERRORS} for state in state_dict["state"].values()]
-    foreign = sorted({name for state in found for name in state ^ names})
+    names_of_states = [set(state) - {ERRORS} for state in state_dict["state"].values()]
+    foreign = sorted({name for state in names_of_states for name in state ^ names})
     if foreign or any("frozen" not in group for group in state_dict["param_groups"]):
-        differing = [f"{'with' if any(n in s for s in found) else 'without'} {n}" for n in foreign]
+        differing = [f"{'with' if any(n in s for s in names_of_states) else 'without'} {n}" for n in foreign]
         raise OneBitError(
             f"expected a state of {optimizer}, got one of another optimizer"
             f"{' ' + ', '.join(differing) if foreign else ''}; load what {optimizer}.state_dict() returned"
@@ -72,12 +72,12 @@ def check_parameters(states: State, needed: Iterable[nn.Parameter], shapes: Shap
             "freeze the parameters that were frozen in the saved run"
         )
     for parameter in states:
-        found = {name: tuple(getattr(value, "shape", ())) for name, value in states[parameter].items()}
-        if different := set(found.items()) ^ set(shapes(parameter).items()):
+        stored = {name: tuple(getattr(value, "shape", ())) for name, value in states[parameter].items()}
+        if different := set(stored.items()) ^ set(shapes(parameter).items()):
             name, _ = min(different)
             raise OneBitError(
                 f"expected {name} of shape {shapes(parameter).get(name)} for a parameter of shape "
-                f"{tuple(parameter.shape)}, got {found.get(name)}; load the state of the same model, with "
+                f"{tuple(parameter.shape)}, got {stored.get(name)}; load the state of the same model, with "
                 "its parameters in the same order"
             )
 
@@ -100,7 +100,7 @@ def errors(states: State, layout: FlatLayout, own: ErrorOwner) -> tuple[Tensor, 
 
     Return None if all errors have other owners.
     """
-    found = torch.zeros(2, layout.padded, dtype=torch.float32, device=layout.device)
+    errors_of_owner = torch.zeros(2, layout.padded, dtype=torch.float32, device=layout.device)
     if foreign := owners(states) - {own, OF_ALL_RANKS}:
         log.warning(
             "errors of rank %s of %s do not belong to rank %s of %s, and start at zero. Call synchronize() "
@@ -110,6 +110,6 @@ def errors(states: State, layout: FlatLayout, own: ErrorOwner) -> tuple[Tensor, 
     for parameter in (p for p in layout.parameters if ERRORS in states.get(p, {})):
         saved = states[parameter][ERRORS]
         if owners({parameter: states[parameter]}) <= {own, OF_ALL_RANKS}:
-            for buffer, error in zip(found, saved[:, 1:], strict=True):
+            for buffer, error in zip(errors_of_owner, saved[:, 1:], strict=True):
                 layout.view(buffer, parameter).copy_(error.view(parameter.shape))
-    return (found[0], found[1]) if found.any() else None
+    return (errors_of_owner[0], errors_of_owner[1]) if errors_of_owner.any() else None
