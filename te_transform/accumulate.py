@@ -24,7 +24,7 @@ from te_transform.plan.model import check_module
 
 
 class AccumulationError(RuntimeError):
-    """Gradients cannot be accumulated with these arguments, for this model, or for another step."""
+    """The error for arguments, models and steps with which gradients cannot be accumulated."""
 
 
 @dataclass(eq=False)

@@ -18,7 +18,7 @@ from te_transform.reporting import report
 
 
 class RanksError(RuntimeError):
-    """The ranks of a group did not make the same model; the message names the ranks."""
+    """The error for ranks that did not make the same model; the message names the ranks."""
 
 
 @suggests

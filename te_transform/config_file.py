@@ -27,7 +27,7 @@ _PLACE = re.compile(r"[\w.~][/:\\]|[/:\\][\w.~]")  # part of a path, of a URL or
 
 
 class LoadError(ValueError):
-    """A model or an input does not exist or cannot be built."""
+    """The error for a model or an input that does not exist or cannot be built."""
 
 
 @dataclass

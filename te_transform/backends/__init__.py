@@ -14,7 +14,7 @@ from te_transform.backends.op import FusedOp
 
 
 class BackendError(RuntimeError):
-    """The error that is raised if the requested backend cannot run on this machine."""
+    """The error for a requested backend that cannot run on this machine."""
 
     arguments = ("backend",)  # see ArgumentError
 

@@ -19,7 +19,7 @@ from te_transform.plan.model import check_module
 
 
 class QuantizationError(ValueError):
-    """The weights of this model cannot be quantized."""
+    """The error for a model whose weights cannot be quantized."""
 
 
 @dataclass(frozen=True)

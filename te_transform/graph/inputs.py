@@ -27,11 +27,11 @@ _ASK = "pass example_inputs=(tensor, ...) or example_inputs={'name': tensor, ...
 
 
 class InputError(ValueError):
-    """An error for example inputs that are missing or have an unsupported form."""
+    """The error for example inputs that are missing or have an unsupported form."""
 
 
 class TraceError(RuntimeError):
-    """An error for a model that fails on its inputs; the model is unchanged."""
+    """The error for a model that fails on its inputs; the model is unchanged."""
 
     @classmethod
     def of(cls, model: nn.Module, inputs: Inputs, error: Exception) -> TraceError:

@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 class ArgumentError(ValueError):
-    """An argument of a function has an invalid value.
+    """The error for arguments of a function with invalid values.
 
     Attributes:
         arguments: the names. The command line prints its options with these names.

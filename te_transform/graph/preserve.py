@@ -47,7 +47,7 @@ preserving: ContextVar[bool] = ContextVar("preserving", default=False)
 
 
 class ParametersWritten(ValueError):
-    """An error for a forward that writes to its own parameters."""
+    """The error for a forward that writes to its own parameters."""
 
 
 @contextlib.contextmanager

@@ -31,7 +31,7 @@ from te_transform.report.places import gather
 
 
 class ParallelError(RuntimeError):
-    """A model, a mesh or a call that cannot be divided among ranks; the message says what to do."""
+    """The error for a model, mesh or call that cannot be divided among ranks; the message says what to do."""
 
 
 @dataclass(eq=False)

@@ -13,7 +13,7 @@ CONVERTED = "_te_transform"  # key in the __dict__ of each converted module
 
 
 class ModelError(TypeError):
-    """The argument is not a model that convert() accepts; the message says what to pass instead."""
+    """The error for a model that a function does not accept; the message says what to pass instead."""
 
 
 def check_model(model: Any, function: str) -> None:

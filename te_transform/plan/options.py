@@ -27,7 +27,7 @@ IN_CUDA_GRAPHS = ("reduce-overhead", "max-autotune")  # modes in which torch.com
 
 
 class OptionError(ArgumentError):
-    """An option has an invalid value, or contradicts another option."""
+    """The error for an option that has an invalid value, or contradicts another option."""
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ _HEADER = """\
 
 
 class PrecisionError(ValueError):
-    """A precision plan or a scaling state does not fit the model, or the file of a plan is invalid."""
+    """The error for a precision plan or a scaling state that is invalid or does not fit the model."""
 
 
 @dataclass(frozen=True)

@@ -217,7 +217,7 @@ def roles(match: Match) -> dict[str, Any]:
 
 
 class RuleError(RuntimeError):
-    """A function of a rule raised, returned an invalid value, or has an unknown parameter."""
+    """The error for a function of a rule that raises, or has an invalid result or parameter."""
 
 
 def ask(rule: Rule, what: Literal["refuse", "build"], known: dict[str, Any]) -> Any:

@@ -15,7 +15,7 @@ SCHEDULES = ("linear", "root")
 
 
 class CurriculumError(ValueError):
-    """A curriculum, or a batch for it, cannot be used as given."""
+    """The error for a curriculum that cannot be used, or for a batch that it cannot cut."""
 
 
 @dataclass(frozen=True)

@@ -97,7 +97,7 @@ class Row:
 
 
 class OriginalError(RuntimeError):
-    """The original does not run on these inputs, so there is nothing to compare with."""
+    """The error for inputs on which the original does not run."""
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ PARAMETER_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class OneBitError(RuntimeError):
-    """A 1-bit optimizer cannot train these parameters, or not in this process group."""
+    """The error for parameters or a process group that a 1-bit optimizer does not support."""
 
 
 def check_options(group: dict[str, Any]) -> None:
