@@ -108,8 +108,34 @@ MERGED = (
     "the first linear is merged with others of the same norm, but LayerNormMLP needs its own linear: give "
     "the MLP its own norm, if you can retrain"
 )
+BEHIND_DROPOUT = (
+    "the linear reads a norm through dropout, but LayerNormLinear has nothing between the two: set the "
+    "dropout to 0"
+)
+BEHIND_SCALING = (
+    "the linear reads a norm through dropout, mul, but LayerNormLinear has nothing between the two: pass "
+    "compile=True, which joins these operations"
+)
+BEHIND_GETITEM = (
+    "the linear reads a norm through getitem, but LayerNormLinear has nothing between the two: take the rows "
+    "before the norm"
+)
+ACTIVATED_AND_NORMED = (
+    "the activation is made of gelu, layer_norm, but LayerNormMLP has only gelu, gelu_tanh, quick_gelu, "
+    "relu, silu, squared_relu: no kernel supports others"
+)
+TO_VOCABULARY = (
+    "the MLP maps 64 features to 99, but LayerNormMLP keeps the number of features: no kernel changes it"
+)
 REFUSED = {
+    "bert": {
+        ("layernorm_mlp", ACTIVATED_AND_NORMED, TO_VOCABULARY): ["cls.predictions  x1"],
+        ("layernorm_linear", BEHIND_DROPOUT): ["bert.encoder.layer.0.attention.self  x1"],
+    },
+    "vit": {("layernorm_linear", BEHIND_GETITEM): ["classifier  x1"]},
     "t5": {
+        ("layernorm_linear", BEHIND_DROPOUT): ["decoder.block.0.layer.1.EncDecAttention  x1"],
+        ("layernorm_linear", BEHIND_SCALING): ["lm_head  x1"],
         ("attention", BIAS): [
             "encoder.block.{0,1}.layer.0.SelfAttention  x2",
             "decoder.block.0.layer.0.SelfAttention  x1",
