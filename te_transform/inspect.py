@@ -40,18 +40,14 @@ def inspect(model: nn.Module, example_inputs: Any = None, **options: Any) -> Rep
     asked, sample = _asked(model, example_inputs, options)
     is_auto = asked.compile == "auto"
     planned, seen = _plan_model(model, replace(asked, compile=False) if is_auto else asked, sample)
-    plan_report, plans = reported(model, planned, seen, sample), list(seen.plans())
+    result, plans = reported(model, planned, seen, sample), list(seen.plans())
     if not is_auto:
-        notes_on_time = _predicted_call(plans, asked, plan_report.precision, model.training)
-        return replace(plan_report, notes=(*plan_report.notes, *notes_on_time))
-    timings = _predicted(plans, asked.ways(planning=True), plan_report.precision, model.training)
+        notes_on_time = _predicted_call(plans, asked, result.precision, model.training)
+        return replace(result, notes=(*result.notes, *notes_on_time))
+    timings = _predicted(plans, asked.ways(planning=True), result.precision, model.training)
     best = timing.fastest(timings)
-    notes = (
-        plan_report.notes
-        if best is None or cost.NOTE in plan_report.notes
-        else (*plan_report.notes, cost.NOTE)
-    )
-    return replace(plan_report, timings=tuple(timings), chosen="" if best is None else best.name, notes=notes)
+    notes = result.notes if best is None or cost.NOTE in result.notes else (*result.notes, cost.NOTE)
+    return replace(result, timings=tuple(timings), chosen="" if best is None else best.name, notes=notes)
 
 
 def _predicted_call(

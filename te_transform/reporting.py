@@ -59,7 +59,7 @@ def _report_of_next_call(model: nn.Module, runner: Runner) -> Report:
 
     The memory of a step stays what was predicted for the example inputs, in training mode.
     """
-    before, options = runner.material.report, runner.options
+    old, options = runner.material.report, runner.options
     layers = set(map(id, blocks(model)))
     plans = [
         (path, graph.plan)
@@ -70,10 +70,8 @@ def _report_of_next_call(model: nn.Module, runner: Runner) -> Report:
     precision = None
     if options.recipe is not None:
         precision = assign(plans, options.recipe, options.backend, products_around(model, []))
-    now = compose(model, plans, options, precision, notes=runner.material.notes)
-    return replace(
-        now, memory=before.memory, timings=before.timings, chosen=before.chosen, inputs=before.inputs
-    )
+    new = compose(model, plans, options, precision, notes=runner.material.notes)
+    return replace(new, memory=old.memory, timings=old.timings, chosen=old.chosen, inputs=old.inputs)
 
 
 def reported(model: nn.Module, runner: Runner, seen: FirstGraphs, sample: Inputs) -> Report:

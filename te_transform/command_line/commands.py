@@ -105,15 +105,10 @@ def run_verify(asked: argparse.Namespace) -> int:
     model, inputs = loaded(asked, on_meta=False)
     with printing_aside():
         converted = convert(model, inputs, **_options(asked))
-        verification = verify(model, converted, inputs)
+        result = verify(model, converted, inputs)
     report = report_of(converted)
-    _write(
-        asked,
-        report,
-        verification,
-        **verification.as_data() | {"notes": (*report.all_notes(), *verification.notes)},
-    )
-    return 0 if verification else 1
+    _write(asked, report, result, **result.as_data() | {"notes": (*report.all_notes(), *result.notes)})
+    return 0 if result else 1
 
 
 def _run_against(asked: argparse.Namespace) -> int:

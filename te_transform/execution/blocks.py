@@ -57,17 +57,15 @@ def _blocks(model: nn.Module) -> dict[str, nn.Module]:
 
     The paths are those without wrappers, which skip= was given for.
     """
-    layers_by_path: dict[str, nn.Module] = {}
+    by_path: dict[str, nn.Module] = {}
     for path, module in model.named_modules():
-        inside = any(path.startswith(f"{block}.") for block in layers_by_path)
+        inside = any(path.startswith(f"{block}.") for block in by_path)
         if _is_list(module) and not inside:
             layers = {name: unwrapped(child) for name, child in module.named_children()}  # never None
             alike = len({_user_class(layer) for layer in layers.values()}) == 1
             if alike and any(True for _ in next(iter(layers.values())).children()):
-                layers_by_path |= {f"{path}.{name}": layer for name, layer in layers.items()}
-    return {
-        path: block for path, block in layers_by_path.items() if type(block).forward is not nn.Module.forward
-    }
+                by_path |= {f"{path}.{name}": layer for name, layer in layers.items()}
+    return {path: block for path, block in by_path.items() if type(block).forward is not nn.Module.forward}
 
 
 def _user_class(layer: nn.Module) -> type:

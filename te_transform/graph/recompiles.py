@@ -73,14 +73,12 @@ class Recompiles:
                 return None
         return _DYNAMIC if any(guard.is_of_integer for guard in guards) else {}
 
-    def note(self, traced: ConvertFrameReturn, frame: DynamoFrameType) -> None:
+    def note(self, code: ConvertFrameReturn, frame: DynamoFrameType) -> None:
         """Record the module of a capture: each layer may have its own graph."""
-        if traced.guarded_code is not None:
+        if code.guarded_code is not None:
             module = module_in_frame(frame)
             # a module may be false: its class may have a length
-            self.modules[str(traced.guarded_code.compile_id)] = (
-                None if module is None else weakref.ref(module)
-            )
+            self.modules[str(code.guarded_code.compile_id)] = None if module is None else weakref.ref(module)
 
     def _is_of(self, capture: str, module: nn.Module | None) -> bool:
         known = self.modules.get(capture)
@@ -157,11 +155,8 @@ class _FailedGuard:
     @property
     def subject(self) -> str:
         """The guarded expression, such as "self.n", with "#" for layer numbers; "" if there is none."""
-        absent, expression = (
-            _ABSENT.search(self.text),
-            _PATH.search(self.text) or _GUARDED_NAME.search(self.text),
-        )
-        path = f"{absent[2]}.{absent[1]}" if absent else expression[0] if expression else ""
+        absent, match = _ABSENT.search(self.text), _PATH.search(self.text) or _GUARDED_NAME.search(self.text)
+        path = f"{absent[2]}.{absent[1]}" if absent else match[0] if match else ""
         return re.sub(r"\d+", "#", path)
 
     def sentence(self) -> str:
@@ -179,6 +174,4 @@ def _as_in_forward(subject: str) -> str:
     """
     if subject.startswith("___stack"):
         return "a call's result"
-    return re.sub(r"(?:^G|\._modules)\['([^']+)'\]", lambda matched: "." + matched[1], subject).removeprefix(
-        "."
-    )
+    return re.sub(r"(?:^G|\._modules)\['([^']+)'\]", lambda key: "." + key[1], subject).removeprefix(".")

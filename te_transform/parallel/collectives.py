@@ -81,14 +81,12 @@ class Shards:
 
     def bounds(self, rank: int, ranks: int) -> list[tuple[int, int]]:
         """Return start and end of a rank's share of each part in the whole dimension."""
-        starts, bounds_of_parts = accumulate(self.parts, initial=0), []
+        starts, spans = accumulate(self.parts, initial=0), []
         number = rank // self.copies
         for start, part in zip(starts, self.parts, strict=False):
             share = -(-part // self.shares(ranks))
-            bounds_of_parts.append(
-                (start + min(number * share, part), start + min((number + 1) * share, part))
-            )
-        return bounds_of_parts
+            spans.append((start + min(number * share, part), start + min((number + 1) * share, part)))
+        return spans
 
     @property
     def is_plain(self) -> bool:

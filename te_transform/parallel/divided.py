@@ -139,17 +139,10 @@ class Parallel:
         try:
             for name, parameter in before:
                 if id(parameter) not in replacements:
-                    shards_of_parameter = known.get(id(parameter))  # under any name of a tied parameter
-                    stored = (
-                        Replicate()
-                        if shards_of_parameter is None
-                        else Shard(parameter.dim() + shards_of_parameter.dim)
-                    )
+                    split = known.get(id(parameter))  # under any name of a tied parameter
+                    stored = Replicate() if split is None else Shard(parameter.dim() + split.dim)
                     tensor = distribute_tensor(parameter.detach(), self.ranks.mesh, [stored])
-                    dtensor, divided = (
-                        nn.Parameter(tensor, parameter.requires_grad),
-                        Divided(shards_of_parameter),
-                    )
+                    dtensor, divided = nn.Parameter(tensor, parameter.requires_grad), Divided(split)
                     divided.stand_in_for(dtensor)  # both share their FP8 state
                     replacements[id(parameter)] = dtensor, divided
                 module, own = _holder(model, name)

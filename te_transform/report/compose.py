@@ -183,12 +183,8 @@ def _completed(
         outcome = replace(outcome, inactive=why)
         if site is not None:
             name = products.get(site)
-            precision_told = (
-                "" if precision is None or name is None else precision.told(path_below(path, name))
-            )
-            outcome = replace(
-                outcome, kept=kept.get(site), precision=precision_told, deviations=site.deviations
-            )
+            text = "" if precision is None or name is None else precision.told(path_below(path, name))
+            outcome = replace(outcome, kept=kept.get(site), precision=text, deviations=site.deviations)
             site.node.meta["outcome"] = outcome
         yield outcome.below(path)
 

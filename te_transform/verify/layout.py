@@ -82,10 +82,8 @@ class Layout:
             given = [gradients[name].to(tensor.dtype) for name, tensor in weights.items()]
             if not weights:
                 return {}
-            derivatives = torch.autograd.grad(
-                [*weights.values()], [*leaves.values()], given, allow_unused=True
-            )
-        return {name: g for name, g in zip(leaves, derivatives, strict=True) if g is not None}
+            grads = torch.autograd.grad([*weights.values()], [*leaves.values()], given, allow_unused=True)
+        return {name: g for name, g in zip(leaves, grads, strict=True) if g is not None}
 
     def rows(self) -> Iterator[Row]:
         """Yield a row for each weight with other values, and one with the number of weights."""

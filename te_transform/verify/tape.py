@@ -65,10 +65,8 @@ class Tape:
 
     def _start(self, path: str, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
         # a view of its own, whose gradient is that of this call alone
-        views = (
-            tuple(map(_trained_view, args)),
-            {name: _trained_view(argument) for name, argument in kwargs.items()},
-        )
+        named = {name: _trained_view(value) for name, value in kwargs.items()}
+        views = tuple(map(_trained_view, args)), named
         self._record(Moment(path, self.calls[path], True), views)
         self.running.append(path)
         return views

@@ -98,9 +98,7 @@ StoredForms = dict[int, tuple[type[FP8Only], torch.dtype]]
 def forms_of(arguments: Sequence[Any]) -> StoredForms:
     """Return the class and dtype of each FP8-only argument, by its position."""
     return {
-        index: (type(argument), argument.dtype)
-        for index, argument in enumerate(arguments)
-        if isinstance(argument, FP8Only)
+        index: (type(each), each.dtype) for index, each in enumerate(arguments) if isinstance(each, FP8Only)
     }
 
 
