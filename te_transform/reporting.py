@@ -16,7 +16,7 @@ from te_transform.graph.inputs import Inputs
 from te_transform.plan.assign import assign
 from te_transform.plan.model import ModelError
 from te_transform.report.compose import compose
-from te_transform.report.explain import SET_ON_MODEL, explain_breaks
+from te_transform.report.graph_breaks import SET_ON_MODEL, explain_breaks
 from te_transform.report.report import Report
 
 _SET_ON_MODEL = f"{SET_ON_MODEL}it runs unchanged and calls captured modules"

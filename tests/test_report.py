@@ -32,7 +32,7 @@ from te_transform.page.details import detail
 from te_transform.plan.rule import Outcome
 from te_transform.report import renderer
 from te_transform.report.drawing import Part
-from te_transform.report.explain import explain_graphs
+from te_transform.report.graph_breaks import explain_graphs
 from te_transform.report.places import collapse, gather, most_valuable_first
 from te_transform.report.report import ExpectationError, Report
 from tests.conversions import ALL

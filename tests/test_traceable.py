@@ -15,7 +15,7 @@ from transformers import Wav2Vec2Config, Wav2Vec2Model
 
 import te_transform
 from te_transform.graph.traceable import traceable_forms
-from te_transform.report.explain import explain_reason
+from te_transform.report.graph_breaks import explain_reason
 from tests.attacks import Block
 from tests.models.tiny import WIDTH
 from tests.zoo import seeded

@@ -24,7 +24,7 @@ from te_transform.plan.precision_plan import PrecisionPlan
 from te_transform.plan.quantized_modules import quantized_modules
 from te_transform.plan.rule import Outcome
 from te_transform.report.drawing import Part
-from te_transform.report.explain import explain_graphs
+from te_transform.report.graph_breaks import explain_graphs
 from te_transform.report.places import listed
 from te_transform.report.report import Report
 
