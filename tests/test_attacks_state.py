@@ -200,9 +200,7 @@ class CountsInItsClass(Tiny):
 
 
 @pytest.mark.parametrize("verify", [True, False])
-def test_what_a_forward_sets_on_its_class_is_set_on_the_users_class(
-    monkeypatch: pytest.MonkeyPatch, verify: bool
-) -> None:
+def test_a_forward_sets_attributes_of_the_users_class(monkeypatch: pytest.MonkeyPatch, verify: bool) -> None:
     monkeypatch.setattr(CountsInItsClass, "calls", 0)
     model = seeded(CountsInItsClass)
     converted = te_transform.convert(copy.deepcopy(model), X, verify=verify)

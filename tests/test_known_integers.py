@@ -81,7 +81,7 @@ def written_outside(known: Tensor) -> Tensor:
         lambda known: torch.arange(6, out=known[0]),
     ],
 )
-def test_what_is_not_known_is_asked_of_the_device(change: Callable[[Tensor], Tensor]) -> None:
+def test_unknown_values_are_read_from_the_device(change: Callable[[Tensor], Tensor]) -> None:
     with KnownIntegers():
         found = change(positions())
         with pytest.raises(RuntimeError, match="meta"):

@@ -617,7 +617,7 @@ class Calls(Returns):
 
 @pytest.mark.usefixtures("few")
 @pytest.mark.parametrize("keeps", [kept_from_first_call, kept_graph])
-def test_what_a_model_keeps_from_earlier_calls(keeps: Callable[[nn.Module, Tensor], Tensor]) -> None:
+def test_a_model_that_keeps_earlier_values_fails(keeps: Callable[[nn.Module, Tensor], Tensor]) -> None:
     result = verify(Returns(lambda y: y), Calls(keeps), X)
     assert not result
     assert all("after other calls" in row.inputs for row in result.rows if not row.ok)
