@@ -135,7 +135,7 @@ def _why_not_accumulated(parameter: nn.Parameter) -> str:
         return "it is not on the GPU"
     if parameter.dim() > 1:
         return "no fused product reads it"
-    return "it is not a matrix, its gradient is not a matrix product"
+    return "it is not a matrix, so its gradient is not a matrix product"
 
 
 def _count(module: nn.Module, running: Accumulation) -> None:

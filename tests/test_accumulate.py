@@ -68,7 +68,9 @@ def test_sums_are_handed_over(model: nn.Module) -> None:
     assert close(gradients(model), expected(model))
     assert accumulation.taken == 3
     assert set(accumulation.fused) == TAKING_PART
-    assert accumulation.left_out["norm.weight"] == "it is not a matrix, its gradient is not a matrix product"
+    assert (
+        accumulation.left_out["norm.weight"] == "it is not a matrix, so its gradient is not a matrix product"
+    )
     assert not any("main_grad" in vars(parameter) for parameter in model.parameters())
     assert all(state_of(parameter).gradients is None for parameter in model.parameters())
 

@@ -440,7 +440,7 @@ INPUTS = {
         tiny,
         X.to("meta"),
         TraceError,
-        "call accepts. The model is on cpu, the inputs are on meta.",
+        "call accepts. The model is on cpu, but the inputs are on meta.",
     ),
     "a failing forward": (
         Counts,

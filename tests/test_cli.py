@@ -566,7 +566,7 @@ def test_quantized_weights_are_reported(capsys: pytest.CaptureFixture[str], fold
     told = json.loads(capsys.readouterr().out)
     (note,) = (note for note in told["notes"] if "quantized" in note)
     assert note.startswith(
-        "the config says that the weights are quantized (fp8), the plan is for weights in float32: "
+        "the config says that the weights are quantized (fp8), but the plan is for weights in float32: "
     )
     assert note.endswith("dequantize the weights before the conversion")
     (folder / "llama/model.safetensors").write_bytes(b"")

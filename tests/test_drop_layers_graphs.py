@@ -206,7 +206,7 @@ def test_a_piece_that_cannot_be_recorded_runs_without_cuda_graphs(cuda_graphs: R
         for name, grad in gradients(model).items():
             torch.testing.assert_close(grad, wanted[name])
     assert cuda_graphs["recorded"] == 0
-    assert runner_of(model).material.notes == ["a graph runs without CUDA graphs, RuntimeError: no memory"]
+    assert runner_of(model).material.notes == ["a graph runs without CUDA graphs: RuntimeError: no memory"]
     schedule.remove()
 
 

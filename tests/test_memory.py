@@ -125,9 +125,11 @@ def test_the_figures_add_up_and_a_model_that_does_not_fit_is_told_so(monkeypatch
     assert not [*room(large, step)]
     assert "does not fit" not in "".join(room(large.train(), found))
     (said,) = room(large, replace(found, gradients=64 * 2**30))
-    assert "a training step with AdamW does not fit a GPU of 80 GiB, it takes 128.1 GiB" in said
+    assert "a training step with AdamW does not fit a GPU of 80 GiB, because it takes 128.1 GiB" in said
     (said,) = room(large.double(), None)
-    assert said.startswith("the model does not fit a GPU of 80 GiB, its weights take 128.0 GiB: divide it")
+    assert said.startswith(
+        "the model does not fit a GPU of 80 GiB, because its weights take 128.0 GiB: divide it"
+    )
 
 
 @pytest.mark.parametrize(

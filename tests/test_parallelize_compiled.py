@@ -65,4 +65,4 @@ def dropouts_apart() -> list[str]:
 
 def test_dropouts_of_shards_run_uncompiled(tmp_path: Path) -> None:
     for notes in spawn(dropouts_apart, 2, tmp_path):
-        assert notes == ["a graph runs uncompiled, it contains dropouts that differ per rank"]
+        assert notes == ["a graph runs uncompiled: it contains dropouts that differ per rank"]

@@ -121,8 +121,8 @@ def test_ranks_agree_on_what_is_recorded(tmp_path: Path) -> None:
     first, second = spawn(without_agreement, 2, tmp_path)
     assert first["off"] == second["off"] == 0
     assert first["counts"] == {"recorded": 1}
-    assert first["notes"] == ["a graph runs without CUDA graphs, another rank cannot"]
-    assert second["notes"] == ["a graph runs without CUDA graphs, RuntimeError: out of memory"]
+    assert first["notes"] == ["a graph runs without CUDA graphs: another rank cannot"]
+    assert second["notes"] == ["a graph runs without CUDA graphs: RuntimeError: out of memory"]
 
 
 def sharded_too() -> list[str]:

@@ -162,7 +162,7 @@ def test_plans_without_te_are_those_with_it(te: ModuleType) -> None:
         assert planned.multiple(recipe) == te.multiple(te.recipe_of(recipe))
     for asked in (None, 3, object()):
         for backend in (planned, te):
-            with pytest.raises(ValueError, match="is no TE recipe"):
+            with pytest.raises(ValueError, match="expected a recipe of TE"):
                 backend.recipe_of(asked)
 
 

@@ -597,8 +597,8 @@ MISTAKES = {
         {"recipe": PrecisionPlan(None, {"linear": "fp8"})},
         "expected a PrecisionPlan with a recipe, got one without",
     ),
-    "no recipe at all": ({"recipe": 3}, "recipe is 3, a int is no TE recipe"),
-    "True as recipe": ({"recipe": True}, "recipe is True, a bool is no TE recipe"),
+    "no recipe at all": ({"recipe": 3}, "expected a recipe of TE or its name, got 3"),
+    "True as recipe": ({"recipe": True}, "expected a recipe of TE or its name, got True"),
     "on torch": (
         {"recipe": "mxfp8", "backend": "torch"},
         "expected backend 'te' for the recipe 'mxfp8', got backend 'torch', as asked; ",

@@ -31,7 +31,7 @@ def recipe_of(asked: Any) -> Any:
     homes = (kind.__module__ for kind in type(asked).__mro__)
     if isinstance(asked, str) or any(home.startswith("transformer_engine.") for home in homes):
         return asked
-    raise ValueError(f"a {type(asked).__name__} is no TE recipe; pass a recipe of TE, or its name")
+    raise ValueError(f"expected a recipe of TE or its name, got {asked!r}")
 
 
 def multiple(recipe: Any) -> int:

@@ -89,8 +89,8 @@ def _notes_of(asked: argparse.Namespace, model: nn.Module) -> Iterator[str]:
     if config.quantized:
         dtype = dtype_name(next(model.parameters()).dtype)
         yield (
-            f"the config says that the weights are quantized ({config.quantized}), the plan is for weights "
-            f"in {dtype}: dequantize the weights before the conversion"
+            f"the config says that the weights are quantized ({config.quantized}), but the plan is for "
+            f"weights in {dtype}: dequantize the weights before the conversion"
         )
 
 

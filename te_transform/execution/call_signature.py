@@ -95,7 +95,7 @@ class CallSignature:
         self.wanted, self.graphs, self.changes = wanted, None, self.changes + 1
         if self.changes > MOST_CHANGES:
             self.refused = True
-            note("a graph runs without CUDA graphs, the set of its outputs with gradients keeps changing")
+            note("a graph runs without CUDA graphs: the set of its outputs with gradients keeps changing")
 
 
 def _versions(arguments: Sequence[Any]) -> dict[int, int]:

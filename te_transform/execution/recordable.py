@@ -20,7 +20,7 @@ from te_transform.execution.specialize import Precomputed
 from te_transform.graph.marks import marked
 from te_transform.graph.nodes import returned, stays_in_place, storages
 
-_OVERLAP = "runs without CUDA graphs, it returns two tensors that share memory"
+_OVERLAP = "runs without CUDA graphs: it returns two tensors that share memory"
 
 
 class RecordableGraph:

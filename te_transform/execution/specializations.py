@@ -109,7 +109,7 @@ class Specializations:
 
     def tell(self, why: str) -> str:
         """Report that the graph runs uncompiled, or without CUDA graphs, and why. Return `why`."""
-        self.version.tell(f"a graph runs {self._otherwise}, {why}")
+        self.version.tell(f"a graph runs {self._otherwise}: {why}")
         return why
 
     @property
@@ -163,7 +163,7 @@ class Specializations:
         recipe, scaling = self.precision()
         if recipe is not None and scaling is None:
             why = f"{type(recipe).__name__} runs only in TE's modules"
-            self.version.tell(f"graphs run {self._otherwise}, {why}")
+            self.version.tell(f"graphs run {self._otherwise}: {why}")
             return why
         if (self.options.graphs or scaling is not None) and self._accumulates(arguments):
             return _ACCUMULATED
@@ -230,7 +230,7 @@ class Specializations:
             return
         verb = "compiled" if self.options.compile else "prepared"
         self.version.tell(
-            f"a graph is {verb} for at most {MAX_SPECIALIZATIONS} sets of shapes and modes, other calls run "
+            f"a graph is {verb} for at most {MAX_SPECIALIZATIONS} sets of shapes and modes; other calls run "
             f"{self._otherwise}"
         )
 

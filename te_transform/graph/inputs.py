@@ -85,7 +85,7 @@ def _remarks(model: nn.Module, inputs: Inputs) -> str:
         )
     of_inputs, of_model = _devices(tensors), _devices(model.parameters())
     if of_inputs and of_model not in ("", "meta", of_inputs):  # a model on meta accepts inputs on any device
-        remarks += f" The model is on {of_model}, the inputs are on {of_inputs}."
+        remarks += f" The model is on {of_model}, but the inputs are on {of_inputs}."
     return remarks
 
 

@@ -107,9 +107,10 @@ def room(model: nn.Module, step: Memory | None) -> Iterator[str]:
     divide = "divide it among several, by te_transform.parallelize() or fully_shard()"
     weights = sum(parameter.nbytes for parameter in model.parameters())
     if weights > size:
-        yield f"the model does not fit {name}, its weights take {size_text(weights)}: {divide}"
+        yield f"the model does not fit {name}, because its weights take {size_text(weights)}: {divide}"
     elif step is not None and model.training and step.total > size:
-        yield f"a training step with AdamW does not fit {name}, it takes {size_text(step.total)}: {divide}"
+        taken = size_text(step.total)
+        yield f"a training step with AdamW does not fit {name}, because it takes {taken}: {divide}"
 
 
 @dataclass(eq=False)

@@ -201,7 +201,7 @@ class Options:
         try:
             backend.recipe_of(named)
         except ValueError as error:
-            raise OptionError(f"recipe is {named!r}, {error}", "recipe") from error
+            raise OptionError(str(error), "recipe") from error
 
 
 def _rules_of(passes: Any) -> tuple[Rule, ...]:

@@ -16,11 +16,11 @@ from te_transform.report.places import listed
 
 _SWITCHED_OFF = (
     "dynamo is switched off (by TORCHDYNAMO_DISABLE, TORCH_COMPILE_DISABLE, torch._dynamo.config.disable or "
-    'torch.compiler.set_stance("force_eager")), switch it on; '
+    'torch.compiler.set_stance("force_eager")); switch it on; '
 )
 SET_ON_MODEL = (
     "a forward is set on the model itself, as accelerate's prepare() sets one for mixed precision, but the "
-    "forward of its class is needed, convert first, then prepare; "
+    "forward of its class is needed; convert first, then prepare; "
 )
 # words of a line or of dynamo's reason -> what to do; the first entry that matches applies
 _ADVICE = {

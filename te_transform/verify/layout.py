@@ -196,6 +196,6 @@ class Layout:
         if fixed := [name for name in self.theirs if name in weights and not weights[name].requires_grad]:
             raise ArgumentError(
                 f"expected a differentiable function for weights, got {some(fixed)} from it without a "
-                "gradient; leave out detach(), .data and torch.no_grad(), its derivative is needed",
+                "gradient; leave out detach(), .data and torch.no_grad()",
                 "weights",
             )

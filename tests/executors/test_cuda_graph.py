@@ -250,7 +250,7 @@ def test_outputs_whose_gradients_keep_changing_run_without_cuda_graphs(cuda_grap
         pair.agree(of_one_output)
         pair.agree()
     assert notes(pair.converted) == [
-        "a graph runs without CUDA graphs, the set of its outputs with gradients keeps changing"
+        "a graph runs without CUDA graphs: the set of its outputs with gradients keeps changing"
     ]
     before = cuda_graphs["forward"]
     pair.agree()

@@ -58,7 +58,7 @@ def test_outputs_that_cannot_be_copied_run_without_cuda_graphs(
     for _ in range(3):
         pair.agree()
     assert cuda_graphs["forward"] == 0
-    assert notes(pair.converted) == [f"a graph runs without CUDA graphs, {REFUSED[build]}"]
+    assert notes(pair.converted) == [f"a graph runs without CUDA graphs: {REFUSED[build]}"]
 
 
 def test_a_recording_with_wrong_numbers_is_not_replayed(cuda_graphs: Recorder) -> None:
@@ -88,7 +88,7 @@ def test_a_replay_may_differ_as_much_as_reruns_of_the_function(
         for _ in range(3):
             call(X)
     assert next(off, None) is None
-    why = "a graph runs without CUDA graphs, the recording computes other numbers, off by 0.06 where "
+    why = "a graph runs without CUDA graphs: the recording computes other numbers, off by 0.06 where "
     assert said == ([] if accepted else [why + "rounding is 0.02"])
 
 
@@ -103,7 +103,7 @@ def test_a_failed_recording_is_reported(cuda_graphs: Recorder) -> None:
     cuda_graphs.record = out_of_memory
     pair = replayed(Deep)
     pair.agree()
-    assert notes(pair.converted) == [f"a graph runs without CUDA graphs, OutOfMemoryError: {OUT_OF_MEMORY}"]
+    assert notes(pair.converted) == [f"a graph runs without CUDA graphs: OutOfMemoryError: {OUT_OF_MEMORY}"]
 
 
 def test_a_function_that_fails_before_its_recording_is_reported(cuda_graphs: Recorder) -> None:
@@ -114,7 +114,7 @@ def test_a_function_that_fails_before_its_recording_is_reported(cuda_graphs: Rec
     with torch.no_grad():
         for _ in range(4):
             assert torch.equal(call(X)[0], X * 2)
-    assert said == [f"a graph runs without CUDA graphs, OutOfMemoryError: {OUT_OF_MEMORY}"]
+    assert said == [f"a graph runs without CUDA graphs: OutOfMemoryError: {OUT_OF_MEMORY}"]
 
 
 @pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
@@ -163,7 +163,7 @@ def test_the_reason_not_to_record_is_told_once(why: str, cuda_graphs: Recorder) 
     with torch.no_grad():
         for _ in range(5):
             call(X, other)
-    assert said == [f"a graph runs without CUDA graphs, {why}"]
+    assert said == [f"a graph runs without CUDA graphs: {why}"]
     assert cuda_graphs["forward"] == 0
 
 
@@ -182,4 +182,4 @@ def test_a_model_on_another_device_runs_without_cuda_graphs(monkeypatch: pytest.
     recordings.install(monkeypatch, device="cuda")
     pair = replayed(Deep)
     pair.agree()
-    assert notes(pair.converted) == ["a graph runs without CUDA graphs, it reads a tensor on cpu"]
+    assert notes(pair.converted) == ["a graph runs without CUDA graphs: it reads a tensor on cpu"]

@@ -107,7 +107,7 @@ def test_each_size_is_compiled_once_up_to_a_limit(compilations: Compiler) -> Non
     assert len(compilations) == made
     told, report = "a graph is compiled for at most {} sets of shapes", te_transform.report(pair.converted)
     assert (
-        f"{told.format(specializations.MAX_SPECIALIZATIONS)} and modes, other calls run uncompiled"
+        f"{told.format(specializations.MAX_SPECIALIZATIONS)} and modes; other calls run uncompiled"
         in report.notes
     )
     assert set(report.fallbacks) == {"did not run compiled: no specialization for the call, see the notes"}
@@ -138,7 +138,7 @@ def test_compile_failure_runs_the_uncompiled_graph(compilations: Compiler) -> No
     compilations.compile = fail
     pair = compiled_pair(Block)
     pair.agree()
-    assert notes(pair.converted, "uncompiled") == ["a graph runs uncompiled, NotImplementedError: no kernel"]
+    assert notes(pair.converted, "uncompiled") == ["a graph runs uncompiled: NotImplementedError: no kernel"]
 
 
 def test_compile_failure_inside_a_transform_ends_the_transform(compilations: Compiler) -> None:

@@ -481,7 +481,7 @@ def test_recipes_without_compiled_products_run_uncompiled_with_a_reason(compilat
     for _ in range(2):
         pair.hold(trained)
     assert not compilations
-    assert pair.notes == ["graphs run uncompiled, Float8BlockScaling runs only in TE's modules"]
+    assert pair.notes == ["graphs run uncompiled: Float8BlockScaling runs only in TE's modules"]
 
 
 def test_sites_that_a_precision_plan_excludes_compile_without_fp8(compilations: Compiler) -> None:

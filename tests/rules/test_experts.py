@@ -423,7 +423,7 @@ def test_no_tokens_run_uncompiled(name: str) -> None:
     for each in (X, X[:0]):
         wanted, found = gradients(model, each), gradients(converted, each)
         assert all(close(found[key], value) for key, value in wanted.items())
-    told = "a graph runs uncompiled, its grouped matrix products have no tokens"
+    told = "a graph runs uncompiled: its grouped matrix products have no tokens"
     assert told in te_transform.report(converted).notes
 
 

@@ -50,11 +50,11 @@ def recipe_of(asked: Any) -> Any:
     if isinstance(asked, str):
         asked = _RECIPES[asked]()
     if not isinstance(asked, recipes.Recipe):
-        raise ValueError(f"a {type(asked).__name__} is no TE recipe, one of {', '.join(_RECIPES)} is")
+        raise ValueError(f"expected a recipe of TE or one of {', '.join(_RECIPES)}, got {asked!r}")
     available = getattr(te, _AVAILABLE.get(type(asked), "is_fp8_available"))
     runs, why = available(return_reason=True)
     if not runs:
-        raise ValueError(f"{type(asked).__name__} does not run on this GPU: {why}")
+        raise ValueError(f"expected a recipe that this GPU supports, got {type(asked).__name__}: {why}")
     return asked
 
 

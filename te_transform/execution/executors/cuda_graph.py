@@ -270,8 +270,8 @@ class Replayed:
         signature.refused = self.is_divided
         outputs = self.function.run(*arguments)
         signature.refused = True
-        log.warning("a graph runs without CUDA graphs, %s", why)
-        self.function.note(f"a graph runs without CUDA graphs, {why}")
+        log.warning("a graph runs without CUDA graphs: %s", why)
+        self.function.note(f"a graph runs without CUDA graphs: {why}")
         return outputs
 
 

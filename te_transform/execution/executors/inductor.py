@@ -122,7 +122,7 @@ def compiled(
         The compiled graph, or None if the compiler fails.
     """
     if (name := replaced_function(graph.graph)) is not None:
-        tell(f"a graph runs uncompiled, other code has replaced PyTorch's {name}, which compilers trace")
+        tell(f"a graph runs uncompiled: other code has replaced PyTorch's {name}, which compilers trace")
         return None
     # With these two entries, the compiler treats the graph as one from dynamo, whose nodes name the arguments
     # with fixed addresses. CUDA graphs would otherwise copy all parameters in each call. A part of a graph
@@ -148,9 +148,9 @@ def compiled(
             return compile(graph, arguments)
     except Exception as error:
         said = in_a_line(error)
-        log.warning("a graph runs uncompiled, %s", said)
+        log.warning("a graph runs uncompiled: %s", said)
         log.debug("the traceback of this error", exc_info=error)
-        tell(f"a graph runs uncompiled, {said}")
+        tell(f"a graph runs uncompiled: {said}")
         return None
 
 
