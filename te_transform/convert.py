@@ -180,17 +180,17 @@ def _capture_and_report(
     log.log(logging.INFO if is_first_rank() else logging.DEBUG, "%s", runner.material.report)
 
 
-def _fastest(target: M, original: M | None, options: Options, samples: Sequence[Inputs]) -> M:
-    """Convert `target` with the options that are fastest on the first sample, in its current mode."""
+def _fastest(made: M, original: M | None, options: Options, samples: Sequence[Inputs]) -> M:
+    """Convert `made` with the options that are fastest on the first sample, in its current mode."""
     ways = options.ways()
-    key = timing.key_of(target, samples[0], {**vars(options), "backend": options.backend.NAME}, *ways)
+    key = timing.key_of(made, samples[0], {**vars(options), "backend": options.backend.NAME}, *ways)
     timings = timing.of_all_ranks(key, timing.kept_timings(key))
     if not timings:
-        timings = timing.of_all_ranks(key, _timings(target, original, ways, samples))
+        timings = timing.of_all_ranks(key, _timings(made, original, ways, samples))
         timing.keep(key, timings)
     best = timing.fastest(timings)
     chosen = replace(options, compile=False) if best is None else ways[best.name]
-    converted = _convert(target, original, replace(chosen, run_original=False), samples)
+    converted = _convert(made, original, replace(chosen, run_original=False), samples)
     runner = runner_of(converted)
     runner.options, material = chosen, runner.material
     name = "" if best is None else best.name

@@ -106,8 +106,8 @@ def _further(model: nn.Module, best: _Attempt) -> _Attempt | None:
     more = [_with_change(best.guess, name, is_passed=True) for name in absent]
     changes = more if best.misses else itertools.chain(_resized(best), _reformed(best.guess), more)
     attempts = (_attempt(model, each) for each in changes)
-    further = next((attempt for attempt in attempts if attempt.is_further_than(best)), None)
-    return further or (_attempt(model, more[0]) if best.misses and more else None)
+    found = next((attempt for attempt in attempts if attempt.is_further_than(best)), None)
+    return found or (_attempt(model, more[0]) if best.misses and more else None)
 
 
 def _with_change(guess: Guess, name: str, **change: Any) -> Guess:

@@ -325,13 +325,13 @@ def _candidates(model: nn.Module, batch: int, length: int, most: int) -> list[In
     like = next(floats, torch.empty(0, dtype=torch.float32, device="cpu"))
     named = denoiser_arguments(model, batch, length)
     denoised = [] if named is None else [Inputs((), named)]
-    candidates = [*denoised, *_by_position(model, batch, length, most, like)]
-    if not candidates:
+    found = [*denoised, *_by_position(model, batch, length, most, like)]
+    if not found:
         raise InputError(
             f"expected example inputs, got none, and none can be generated for {type(model).__name__}."
             f"forward({_parameters_text(model)}); {_ASK}"
         )
-    return candidates
+    return found
 
 
 def _by_position(model: nn.Module, batch: int, length: int, most: int, like: torch.Tensor) -> list[Inputs]:

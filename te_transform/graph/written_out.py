@@ -114,9 +114,9 @@ def _calls_of_norm(last: fx.Node) -> set[fx.Node]:
     A norm is an affine function of one value and of statistics of the value's rows.
     """
     root, dim = _before_turns(last)
-    calls = reached([root], lambda node: node.all_input_nodes if _is_affine(node, dim) else (), _is_computed)
-    norms = [node for node in calls if node.target in _NORMALIZING and dim == -1]
-    ends = [node for node in calls if node not in norms and not _is_affine(node, dim)]
+    found = reached([root], lambda node: node.all_input_nodes if _is_affine(node, dim) else (), _is_computed)
+    norms = [node for node in found if node.target in _NORMALIZING and dim == -1]
+    ends = [node for node in found if node not in norms and not _is_affine(node, dim)]
     columns = [node for node in ends if _is_column(node, dim)]
     sources = {node.args[0] for node in norms} | {node for node in ends if node not in columns}
     if len(sources) != 1 or not (norms or columns) or root.target in ops.NORMS:
@@ -124,7 +124,7 @@ def _calls_of_norm(last: fx.Node) -> set[fx.Node]:
     rows = _without(shape_of(*sources), dim)
     statistics = [_calls_of_statistic(node, sources) for node in columns]
     is_norm = all(statistics) and all(same_shape(_without(shape_of(node), dim), rows) for node in columns)
-    return {*calls}.union(*statistics) - sources if is_norm else set()
+    return {*found}.union(*statistics) - sources if is_norm else set()
 
 
 def _before_turns(node: fx.Node) -> tuple[fx.Node, int]:
