@@ -6,7 +6,7 @@ import torch
 from torch import fx, nn
 
 from te_transform.graph.pattern import Linear, Norm, OneOf, Var
-from te_transform.graph.written_out import AfterNorm, Normalized, detaches_statistics, last_call
+from te_transform.graph.written_out import AfterNorm, Normalized, detaches_statistics, last_call, other_norm
 from te_transform.plan.rule import Operation, Rule
 
 NORMALIZATION = {"layer_norm": "LayerNorm", "rms_norm": "RMSNorm"}
@@ -21,6 +21,11 @@ def refuse(
     """Yield why the op cannot compute a norm; ones and zeros replace a missing scale or bias."""
     if functions:
         yield from _of_calls_between(functions)
+    elif norm is None and (other := other_norm(normalized)):
+        yield (
+            f"the linear reads {other}, whose mean and variance are not those of single rows, but "
+            "LayerNormLinear needs LayerNorm or RMSNorm of rows: no kernel supports others"
+        )
     elif norm is None and detaches_statistics(normalized):
         yield (
             "the linear reads a norm whose statistics are detached, but LayerNormLinear computes their "

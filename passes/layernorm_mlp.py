@@ -47,7 +47,8 @@ def activation_pattern(fc1: Pattern) -> OneOf:
 
 
 _NORM_FC1 = Linear(Norm(Var("x")), role="fc1")
-_HIDDEN, _OTHER = activation_pattern(_NORM_FC1), Between(_NORM_FC1, "functions")
+_HIDDEN = activation_pattern(_NORM_FC1)
+_OTHER = Between(_NORM_FC1, "functions", passes=lambda node: node.target not in ops.NORMS)
 
 
 def _with_dropout(hidden: Pattern) -> Call:

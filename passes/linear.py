@@ -8,6 +8,7 @@ from torch import fx, nn
 from te_transform.graph import ops
 from te_transform.graph.nodes import called, dtype_of, is_parameter, is_tensor_node, may_be_view, shape_of
 from te_transform.graph.pattern import Call, Linear, OneOf
+from te_transform.graph.written_out import is_normalized
 from te_transform.plan.rule import Operation, Rule
 
 _CONVOLUTIONS = (torch.conv1d, torch.conv2d, torch.conv3d)
@@ -24,7 +25,13 @@ def refuse(linear: Operation | None = None, product: fx.Node | None = None) -> I
 def _of_product(product: fx.Node) -> Iterator[str]:
     factors = product.all_input_nodes[:2]
     stored = [factor for factor in map(_stored_factor, factors) if is_parameter(factor)]
+    is_of_norm = product.target is not torch.einsum and is_normalized(factors[0])
     if len(stored) != 1:
+        if is_of_norm:
+            yield (
+                f"the {called(product)} multiplies a norm by a computed matrix, but the fused linear needs a "
+                "parameter: compute the matrix once and store it, if you can retrain"
+            )
         return
     shape = [*shape_of(stored[0])]
     if product.target in _CONVOLUTIONS:
@@ -32,6 +39,11 @@ def _of_product(product: fx.Node) -> Iterator[str]:
             yield (
                 "the convolution has a kernel of one element, but the fused linear reads channels from the "
                 "last dimension: call F.linear on [..., length, channels] with weight.flatten(1)"
+            )
+        elif is_of_norm:
+            yield (
+                f"the {called(product)} of a norm has a kernel of several elements, but the fused linear "
+                "multiplies single rows: no kernel supports several"
             )
     elif len(shape) > 2:
         if product.target is not torch.einsum or _is_matrix_product(product):

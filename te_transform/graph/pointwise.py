@@ -46,19 +46,20 @@ _MATRIX_PRODUCTS = frozenset(
 class Between(Pattern):
     """A pattern for a pointwise function of a value that `inner` matches, among calls that are no products.
 
-    Tensors of the model may enter. If some calls are not pointwise, such as convolutions, only the root of
-    the match may read what is computed from the value. The match binds `role` to the names of the calls.
+    Tensors of the model may enter. Calls for which `passes` is False may not lie between. If some calls are
+    not pointwise, such as convolutions, only the root of the match may read what is computed from the value.
+    The match binds `role` to the names of the calls.
     """
 
-    def __init__(self, inner: Pattern, role: str):
-        self.inner, self.role = inner, role
+    def __init__(self, inner: Pattern, role: str, passes: Callable[[fx.Node], bool] = lambda node: True):
+        self.inner, self.role, self.passes = inner, role, passes
         self.depth = 1 + inner.depth
 
     def __repr__(self) -> str:
         return "a pointwise function"
 
     def match(self, value: Any, so_far: Match, misses: Misses) -> Iterator[Match]:
-        nodes, sources = calls_towards(value)
+        nodes, sources = calls_towards(value, self.passes)
         here = so_far.bind(self.role, call_names(nodes)) if any(map(_bends, nodes)) else None
         if len(sources) != 1 or here is None or self._leads_elsewhere(so_far.root, nodes, *sources):
             note(misses, so_far, value, self)

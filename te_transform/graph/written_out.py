@@ -29,6 +29,7 @@ from te_transform.graph.pointwise import call_names, calls_towards, is_pointwise
 
 _AFFINE = (torch.mul, torch.div, torch.add, torch.sub, torch.neg, ops.cast)
 _NORMALIZING = (*ops.NORMS, F.normalize)
+_OF_OTHER_DIMENSIONS = (F.layer_norm, F.group_norm, F.batch_norm, F.instance_norm)
 _STATISTICS = frozenset(
     {
         "bmm", "einsum", "linalg_vecdot", "linalg_vector_norm", "matmul", "mean", "norm", "std", "sum", "var",
@@ -53,8 +54,8 @@ class Normalized(Pattern):
         return "a norm that is written out"
 
     def match(self, value: Any, so_far: Match, misses: Misses) -> Iterator[Match]:
-        """Yield the match if the value is a manual norm."""
-        if is_tensor_node(value) and _calls_of_norm(value):
+        """Yield the match if the value is a manual norm, or a norm of other values than rows."""
+        if other_norm(value) or (is_tensor_node(value) and _calls_of_norm(value)):
             yield replace(so_far, bound={**so_far.bound, self.role: value})
 
 
@@ -73,7 +74,8 @@ class AfterNorm(Pattern):
         """
         nodes, sources = calls_towards(value, lambda node: _serves_linears(node) and not _is_norm(node))
         statistics = {node for node in nodes if any(_is_statistic(node, source) for source in sources)}
-        behind = statistics.union(filter(_is_norm, sources))
+        norms = {source for source in filter(_is_norm, sources) if not _is_broadcast(source, value)}
+        behind = statistics | norms
         for node in nodes:
             behind.update([node] if behind.intersection(node.all_input_nodes) else [])
         if calls := call_names([node for node in nodes if node in behind - statistics]):
@@ -90,6 +92,35 @@ def _is_statistic(node: fx.Node, source: fx.Node) -> bool:
 
 def _is_norm(node: fx.Node) -> bool:
     return node.target in ops.NORMS or bool(_calls_of_norm(node))
+
+
+def _is_broadcast(node: fx.Node, to: fx.Node) -> bool:
+    """Return True if a value has one row for several rows of another, as ConvNeXt v2's norm of responses."""
+    sizes = zip(shape_of(node), shape_of(to), strict=False)
+    is_aligned = len(shape_of(node)) == len(shape_of(to))
+    return is_aligned and any(
+        same_shape((one,), (1,)) and not same_shape((all_,), (1,)) for one, all_ in sizes
+    )
+
+
+def is_normalized(value: fx.Node) -> bool:
+    """Return True for a norm or a view of one, but not for the norm of a product, as of queries and keys."""
+    norm = _before_views(value)
+    product = _before_views(norm.args[0]) if norm.target in ops.NORMS else norm
+    return norm is not product and product.target is not ops.linear and product.op != "call_module"
+
+
+def _before_views(node: fx.Node) -> fx.Node:
+    while may_be_view(node) or node.target is ops.columns:
+        node = node.args[0]
+    return node
+
+
+def other_norm(value: Any) -> str:
+    """Return the name of the norm behind transposes and reshapes if its statistics are not those of rows."""
+    norm = _before_turns(value)[0] if is_tensor_node(value) else value
+    is_other = isinstance(norm, fx.Node) and norm.target in _OF_OTHER_DIMENSIONS
+    return called(norm) if is_other else ""
 
 
 def _serves_linears(node: fx.Node) -> bool:
@@ -123,8 +154,8 @@ def _calls_of_norm(last: fx.Node) -> set[fx.Node]:
         return set()
     rows = _without(shape_of(*sources), dim)
     statistics = [_calls_of_statistic(node, sources) for node in columns]
-    is_norm = all(statistics) and all(same_shape(_without(shape_of(node), dim), rows) for node in columns)
-    return {*found}.union(*statistics) - sources if is_norm else set()
+    is_of_rows = all(statistics) and all(same_shape(_without(shape_of(node), dim), rows) for node in columns)
+    return {*found}.union(*statistics) - sources if is_of_rows else set()
 
 
 def _before_turns(node: fx.Node) -> tuple[fx.Node, int]:
@@ -133,10 +164,11 @@ def _before_turns(node: fx.Node) -> tuple[fx.Node, int]:
     while node.target in (torch.t, torch.transpose, torch.permute, torch.reshape):
         shape, (read, *how) = shape_of(node), node.args
         if node.target is torch.reshape:
-            kept = len(shape) + dim + 1  # the leading dimensions, up to this one
-            if dim == -1 or not same_shape(shape[:kept], shape_of(read)[:kept]):
+            # all dimensions up to this one are kept, or the last one alone
+            kept = slice(len(shape) + dim + 1) if dim != -1 else slice(-1, None)
+            if not same_shape(shape[kept], shape_of(read)[kept]):
                 break
-            dim = kept - 1 - len(shape_of(read))
+            dim += 0 if dim == -1 else len(shape) - len(shape_of(read))
         elif node.target is torch.permute:
             dim = how[0][dim] - len(shape)
         else:

@@ -82,7 +82,7 @@ def compose(
             *memory.room(model, step),
             *_unmatched_rules(plans, options),
             *_quantized_weights(model),
-            *_no_gain(plans, outcomes, by_size or compiled),
+            *_no_gain(plans, outcomes, options, by_size or compiled),
             *notes,
         ),
         tuple(explain_graphs(captured, reasons, "forward" in vars(model))),
@@ -133,7 +133,7 @@ def _quantized_weights(model: nn.Module) -> Iterator[str]:
 
 
 def _no_gain(
-    plans: Sequence[tuple[str, Plan]], outcomes: Sequence[Outcome], is_faster: bool
+    plans: Sequence[tuple[str, Plan]], outcomes: Sequence[Outcome], options: Options, is_faster: bool
 ) -> Iterator[str]:
     """Yield a note if the model gains nothing; `is_faster`: even single products gain (kernels, compile)."""
     sites = [site for _, plan in plans for site in plan.sites]
@@ -146,10 +146,11 @@ def _no_gain(
         )
     elif sites and not is_faster and all(type(site.fused) is plain.Linear for site in sites):
         yield "no speedup: only single products are fused, and this backend runs them like the model"
-    elif fused and all(outcome.inactive for outcome in fused):
+    elif fused and not options.compile and all(outcome.inactive for outcome in fused):
+        steps = ", compile=True or a recipe" if options.recipe is None else " or compile=True"
         yield (
-            "no speedup in a call of these sizes, so the model runs as captured: try larger example inputs, "
-            "compile=True or a recipe"
+            "no speedup in a call of these sizes, so the model runs as captured: try larger example inputs"
+            f"{steps}"
         )
 
 

@@ -213,6 +213,12 @@ def root(x: Tensor, eps: float = 1e-6) -> Tensor:
     return torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
 
 
+OF_OTHERS = (
+    "the linear reads {}, whose mean and variance are not those of single rows, but LayerNormLinear needs "
+    "LayerNorm or RMSNorm of rows: no kernel supports others"
+)
+
+
 def unknown(function: Callable[[nn.Module, Tensor], Tensor], last: str = "mul") -> tuple[Make, str]:
     return of_vectors(function), WRITTEN_OUT.format(last)
 
@@ -246,12 +252,23 @@ REFUSES = {
     "a detached length": (of_vectors(lambda m, x: x / root(x).reciprocal().detach() * m.w), DETACHED),
     "the length of detached rows": (of_vectors(lambda m, x: m.w * x * root(x.detach())), DETACHED),
     "a unit vector": unknown(lambda m, x: F.normalize(x, dim=-1) * m.w),
+    "a LayerNorm of two dimensions": (
+        of_vectors(lambda m, x: F.layer_norm(x, x.shape[1:])), OF_OTHERS.format("layer_norm"),
+    ),
+    "a GroupNorm of images, as in diffusers": (
+        of_vectors(lambda m, x: F.group_norm(x.mT[..., None], 4).permute(0, 2, 3, 1).flatten(1, 2)),
+        OF_OTHERS.format("group_norm"),
+    ),
+    "a BatchNorm": (
+        of_vectors(lambda m, x: F.batch_norm(x.mT, None, None, training=True).mT),
+        OF_OTHERS.format("batch_norm"),
+    ),
     "read before": (own(read_before_the_bias), BEFORE.format("mul")),
     "read by the bias": (own(read_by_the_bias), BEFORE.format("mean")),
     "without gradients": (own(without_gradients), CUT.format("set_grad_enabled")),
     "a write in between": (own(counting), CUT.format("add_")),
     "an unread write": (own(partial(unread, write="square_")), CUT.format("an in-place operation")),
-}
+}  # fmt: skip
 
 
 FOLLOWED = {  # what the sentence advises

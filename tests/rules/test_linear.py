@@ -199,6 +199,19 @@ REFUSES = {
         written(lambda m, x: m.inner(x.mT), inner=lambda: nn.Conv1d(H, H, 1)),
         CHANNELS,
     ),
+    "a convolution of a norm": (
+        written(lambda m, x: m.inner(F.layer_norm(x, (H,)).mT), inner=lambda: nn.Conv1d(H, H, 3)),
+        "the conv1d of a norm has a kernel of several elements, but the fused linear multiplies single rows: "
+        "no kernel supports several",
+    ),
+    "a norm and computed matrices": (
+        written(
+            lambda m, x: torch.bmm(F.layer_norm(x, (H,)), m.inner(x.mean(1)).unflatten(-1, (H, 4))),
+            inner=linear(H, 4 * H),
+        ),
+        "the bmm multiplies a norm by a computed matrix, but the fused linear needs a parameter: compute the "
+        "matrix once and store it, if you can retrain",
+    ),
     "computed": (
         written(lambda m, x: F.linear(x, m.inner.weight * 2), inner=linear()),
         COMPUTED,
@@ -301,6 +314,24 @@ def test_refuses(name: str) -> None:
 )
 def test_other_products_are_no_linears(function) -> None:
     assert not reasons(fused(banked(function)), "linear")
+
+
+def test_scores_of_normalized_queries_are_no_linear() -> None:
+    scores = written(lambda m, x: F.rms_norm(m.q(x), (H,)) @ m.k(x).mT, q=linear(), k=linear())
+    assert not reasons(fused(scores), "linear")
+
+
+def test_a_compiled_model_is_not_told_to_compile() -> None:
+    models = [  # the rules are those of linears and of attention
+        written(lambda m, x: m.inner(torch.tanh(F.layer_norm(x, (H,)))), inner=linear()),
+        written(lambda m, x: F.relu(m.inner(x) @ x.mT) @ x, inner=linear()),
+    ]
+    for make in models:
+        reports = [te_transform.inspect(seeded(make), X, compile=compiled) for compiled in (False, True)]
+        before, after = ([*report.refused[0].reasons] for report in reports)
+        assert "pass compile=True, which joins" in before[0]
+        assert after == [before[0].replace("pass compile=True, which joins", "inductor joins")]
+        assert not any("compile=True" in note for note in reports[1].notes)
 
 
 def test_refuses_integers() -> None:
