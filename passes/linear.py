@@ -35,12 +35,13 @@ def _of_product(product: fx.Node) -> Iterator[str]:
         return
     shape = [*shape_of(stored[0])]
     if product.target in _CONVOLUTIONS:
-        if shape[1:] == [shape_of(factors[0])[1 - len(shape)], *[1] * (len(shape) - 2)]:
+        is_grouped = shape[1] != shape_of(factors[0])[1 - len(shape)]
+        if not is_grouped and set(shape[2:]) == {1}:
             yield (
                 "the convolution has a kernel of one element, but the fused linear reads channels from the "
                 "last dimension: call F.linear on [..., length, channels] with weight.flatten(1)"
             )
-        elif is_of_norm:
+        elif not is_grouped and is_of_norm:
             yield (
                 f"the {called(product)} of a norm has a kernel of several elements, but the fused linear "
                 "multiplies single rows: no kernel supports several"

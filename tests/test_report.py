@@ -293,6 +293,8 @@ def test_expect_refuses_what_is_no_rule() -> None:
     for some in (report(*FULL), report()):
         with pytest.raises(TypeError, match=r"got 'layernorm_mpl'; .*; did you mean 'layernorm_mlp'\?"):
             some.expect(layernorm_mpl=0)
+        with pytest.raises(TypeError, match=r"; did you mean 'layernorm_mlp'\?"):
+            some.expect(LayerNormMLP=0)
     with pytest.raises(TypeError, match=r"got 'zzz'; use one of layernorm_mlp, .*, cross_entropy$"):
         report(*FULL).expect(zzz=0)
     report(rules=("mine",)).expect(mine=0)

@@ -25,9 +25,17 @@ class ArgumentError(ValueError):
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return "; did you mean '...'?" with the closest known name, or "" if none is close."""
-    similar = get_close_matches(name, [*known], n=1)
-    return f"; did you mean {similar[0]!r}?" if similar else ""
+    """Return "; did you mean '...'?" with the closest known name, or "" if none is close.
+
+    Case, hyphens and underscores do not count.
+    """
+    spelled = {_letters(each): each for each in known}
+    similar = get_close_matches(_letters(name), [*spelled], n=1)
+    return f"; did you mean {spelled[similar[0]]!r}?" if similar else ""
+
+
+def _letters(name: str) -> str:
+    return name.lower().replace("-", "").replace("_", "")
 
 
 def suggests(function: Callable[P, T]) -> Callable[P, T]:

@@ -310,6 +310,7 @@ def test_refuses(name: str) -> None:
         lambda m, x: torch.einsum("bti,hti->bthi", x, m.bank[:, :5]),
         lambda m, x: torch.einsum("bti,hij->bt", x, m.bank),
         lambda m, x: F.conv1d(x, m.bank[:, :5]),
+        lambda m, x: F.conv1d(F.rms_norm(x, (H,)).mT, m.bank[0, :, None, :3], groups=H),  # depthwise
     ],
 )
 def test_other_products_are_no_linears(function) -> None:
