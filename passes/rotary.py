@@ -73,14 +73,19 @@ def refuse(
 def _refuse_other_rotations(attention: fx.Node) -> Iterator[str]:
     """Yield why queries or keys are rotated by other operations than x * cos + rotated * sin."""
     calls = [node for operand in attention.args[:2] for node in rotated_by(operand)]
-    if not calls:
-        return
-    how = "as complex numbers" if any(dtype_of(node).is_complex for node in calls) else "in another form"
-    yield (
-        f"queries or keys are rotated {how}, but the kernel rotates two columns of a head, which are "
-        "neighbors or half a head apart: compute torch.stack((x1 * cos - x2 * sin, x2 * cos + x1 * sin), "
-        "-1).flatten(-2), where x1 is x[..., ::2] and x2 is x[..., 1::2]"
-    )
+    if any(dtype_of(node).is_complex for node in calls):
+        yield (
+            "queries or keys are rotated as complex numbers, but the kernel rotates two columns of a head, "
+            "which are neighbors or half a head apart: compute torch.stack((x1 * cos - x2 * sin, x2 * cos + "
+            "x1 * sin), -1).flatten(-2), where x1 is x[..., ::2] and x2 is x[..., 1::2]"
+        )
+    elif calls:
+        yield (
+            "queries or keys are rotated in another form, but the kernel rotates two columns of a head, "
+            "which are neighbors or half a head apart: compute x * cos + torch.cat((-x2, x1), -1) * sin for "
+            "halves x1 and x2, torch.stack((x1 * cos - x2 * sin, x2 * cos + x1 * sin), -1).flatten(-2) for "
+            "neighbors"
+        )
 
 
 def _refuse_missing_angles(cos: fx.Node, sin: fx.Node) -> Iterator[str | None]:

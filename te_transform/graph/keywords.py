@@ -29,12 +29,12 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
     Case, hyphens and underscores do not count.
     """
-    spelled = {_letters(each): each for each in known}
-    similar = get_close_matches(_letters(name), [*spelled], n=1)
+    spelled = {_folded(each): each for each in known}
+    similar = get_close_matches(_folded(name), [*spelled], n=1)
     return f"; did you mean {spelled[similar[0]]!r}?" if similar else ""
 
 
-def _letters(name: str) -> str:
+def _folded(name: str) -> str:
     return name.lower().replace("-", "").replace("_", "")
 
 

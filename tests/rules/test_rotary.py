@@ -473,12 +473,18 @@ def multiplied(names: str) -> str:
     )
 
 
-def in_another_form(how: str) -> str:
-    return (
-        f"queries or keys are rotated {how}, but the kernel rotates two columns of a head, which are "
-        "neighbors or half a head apart: compute torch.stack((x1 * cos - x2 * sin, x2 * cos + x1 * sin), "
-        "-1).flatten(-2), where x1 is x[..., ::2] and x2 is x[..., 1::2]"
-    )
+ROTATED = (
+    "queries or keys are rotated {}, but the kernel rotates two columns of a head, which are neighbors or "
+    "half a head apart: {}"
+)
+STACK = "torch.stack((x1 * cos - x2 * sin, x2 * cos + x1 * sin), -1).flatten(-2)"
+COMPLEX = ROTATED.format(
+    "as complex numbers", f"compute {STACK}, where x1 is x[..., ::2] and x2 is x[..., 1::2]"
+)
+ANOTHER_FORM = ROTATED.format(
+    "in another form",
+    f"compute x * cos + torch.cat((-x2, x1), -1) * sin for halves x1 and x2, {STACK} for neighbors",
+)
 
 
 def attends(turn: Callable[[Written, Tensor], Tensor]) -> Make:
@@ -537,8 +543,8 @@ FORMS = {
     "halves, rolled": rolled,
 }
 REFUSES = {
-    "complex numbers": (attends(polar), in_another_form("as complex numbers")),
-    **{name: (attends(turn), in_another_form("in another form")) for name, turn in FORMS.items()},
+    "complex numbers": (attends(polar), COMPLEX),
+    **{name: (attends(turn), ANOTHER_FORM) for name, turn in FORMS.items()},
     "stored": (of(stored), STORED),
     "stored, for neighbors": (attends(gptj_by_a_table), STORED),
     "stored, looked up by positions": (of(looked_up), STORED),
@@ -591,6 +597,7 @@ FOLLOWED = {  # what the sentences advise
     "change their layout": of(with_a_dimension_more),
     "cast the result to that dtype": of(by_wide_cosines),
     "compute torch.stack": of(gpt_fast),
+    "compute x * cos + torch.cat((-x2, x1), -1) * sin": of(llama),
 }
 
 
