@@ -105,12 +105,12 @@ def _is_broadcast(node: fx.Node, to: fx.Node) -> bool:
 
 def is_normalized(value: fx.Node) -> bool:
     """Return True for a norm or a view of one, but not for the norm of a product, as of queries and keys."""
-    norm = _before_views(value)
-    product = _before_views(norm.args[0]) if norm.target in ops.NORMS else norm
+    norm = _without_views(value)
+    product = _without_views(norm.args[0]) if norm.target in ops.NORMS else norm
     return norm is not product and product.target is not ops.linear and product.op != "call_module"
 
 
-def _before_views(node: fx.Node) -> fx.Node:
+def _without_views(node: fx.Node) -> fx.Node:
     while may_be_view(node) or node.target is ops.columns:
         node = node.args[0]
     return node
