@@ -3,10 +3,19 @@
 from collections.abc import Iterator
 
 import torch
+import torch.nn.functional as F
 from torch import fx, nn
 
+from te_transform.graph.nodes import called, dtype_name, dtype_of
 from te_transform.graph.pattern import Linear, Norm, OneOf, Var
-from te_transform.graph.written_out import AfterNorm, Normalized, detaches_statistics, last_call, other_norm
+from te_transform.graph.written_out import (
+    AfterNorm,
+    Normalized,
+    detaches_statistics,
+    has_wide_scale,
+    last_call,
+    other_norm,
+)
 from te_transform.plan.rule import Operation, Rule
 
 NORMALIZATION = {"layer_norm": "LayerNorm", "rms_norm": "RMSNorm"}
@@ -21,11 +30,8 @@ def refuse(
     """Yield why the op cannot compute a norm; ones and zeros replace a missing scale or bias."""
     if functions:
         yield from _of_calls_between(functions)
-    elif norm is None and (other := other_norm(normalized)):
-        yield (
-            f"the linear reads {other}, whose mean and variance are not those of single rows, but "
-            "LayerNormLinear needs LayerNorm or RMSNorm of rows: no kernel supports others"
-        )
+    elif norm is None and (other := other_norm(normalized)) is not None:
+        yield from _of_other_norm(other)
     elif norm is None and detaches_statistics(normalized):
         yield (
             "the linear reads a norm whose statistics are detached, but LayerNormLinear computes their "
@@ -36,6 +42,21 @@ def refuse(
             f"the linear reads a written-out norm that ends in {last_call(normalized)}, but LayerNormLinear "
             "needs LayerNorm or RMSNorm: call F.layer_norm or F.rms_norm with its scale and bias, if the "
             "math allows"
+        )
+
+
+def _of_other_norm(norm: fx.Node) -> Iterator[str]:
+    """Yield why the op cannot compute a norm that the model calls by name."""
+    if norm.target in (F.layer_norm, F.rms_norm) and has_wide_scale(norm):
+        found, scale = (dtype_name(dtype_of(norm.args[at])) for at in (0, 2))
+        yield (
+            f"the linear reads {called(norm)} of an input in {found} with a scale in {scale}, but "
+            f"LayerNormLinear needs one dtype: store the scale in {found}"
+        )
+    else:
+        yield (
+            f"the linear reads {called(norm)}, whose mean and variance are not those of single rows, but "
+            "LayerNormLinear needs LayerNorm or RMSNorm of rows: no kernel supports others"
         )
 
 

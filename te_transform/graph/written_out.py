@@ -15,6 +15,7 @@ from te_transform.graph import ops
 from te_transform.graph.nodes import (
     called,
     computed_from,
+    dtype_of,
     is_model_tensor,
     is_parameter,
     is_tensor_node,
@@ -29,7 +30,7 @@ from te_transform.graph.pointwise import call_names, calls_towards, is_pointwise
 
 _AFFINE = (torch.mul, torch.div, torch.add, torch.sub, torch.neg, ops.cast)
 _NORMALIZING = (*ops.NORMS, F.normalize)
-_OF_OTHER_DIMENSIONS = (F.layer_norm, F.group_norm, F.batch_norm, F.instance_norm)
+_OF_OTHER_VALUES = (F.group_norm, F.batch_norm, F.instance_norm)
 _STATISTICS = frozenset(
     {
         "bmm", "einsum", "linalg_vecdot", "linalg_vector_norm", "matmul", "mean", "norm", "std", "sum", "var",
@@ -54,8 +55,8 @@ class Normalized(Pattern):
         return "a norm that is written out"
 
     def match(self, value: Any, so_far: Match, misses: Misses) -> Iterator[Match]:
-        """Yield the match if the value is a manual norm, or a norm of other values than rows."""
-        if other_norm(value) or (is_tensor_node(value) and _calls_of_norm(value)):
+        """Yield the match if the value is a manual norm, or a norm that is none of rows in one dtype."""
+        if other_norm(value) is not None or (is_tensor_node(value) and _calls_of_norm(value)):
             yield replace(so_far, bound={**so_far.bound, self.role: value})
 
 
@@ -116,11 +117,21 @@ def _without_views(node: fx.Node) -> fx.Node:
     return node
 
 
-def other_norm(value: Any) -> str:
-    """Return the name of the norm behind transposes and reshapes if its statistics are not those of rows."""
-    norm = _before_turns(value)[0] if is_tensor_node(value) else value
-    is_other = isinstance(norm, fx.Node) and norm.target in _OF_OTHER_DIMENSIONS
-    return called(norm) if is_other else ""
+def other_norm(value: Any) -> fx.Node | None:
+    """Return the norm behind transposes, reshapes and casts if it is none of rows, or not in one dtype."""
+    norm = _before_turns(value)[0] if is_tensor_node(value) else None
+    while norm is not None and norm.target is ops.cast:
+        norm = _before_turns(norm.args[0])[0]
+    if norm is None or norm.target in _OF_OTHER_VALUES:
+        return norm
+    is_named = norm.target in (F.layer_norm, F.rms_norm)
+    return norm if is_named and (len(norm.args[1]) > 1 or has_wide_scale(norm)) else None
+
+
+def has_wide_scale(norm: fx.Node) -> bool:
+    """Return True if the scale of F.layer_norm or F.rms_norm has another dtype than the input."""
+    x, shape, scale, *_ = norm.args
+    return len(shape) == 1 and is_tensor_node(scale) and dtype_of(scale) is not dtype_of(x)
 
 
 def _serves_linears(node: fx.Node) -> bool:

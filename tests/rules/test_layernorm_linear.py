@@ -255,6 +255,9 @@ REFUSES = {
     "a LayerNorm of two dimensions": (
         of_vectors(lambda m, x: F.layer_norm(x, x.shape[1:])), OF_OTHERS.format("layer_norm"),
     ),
+    "an RMSNorm of two dimensions": (
+        of_vectors(lambda m, x: F.rms_norm(x, x.shape[1:])), OF_OTHERS.format("rms_norm"),
+    ),
     "a GroupNorm of images, as in diffusers": (
         of_vectors(lambda m, x: F.group_norm(x.mT[..., None], 4).permute(0, 2, 3, 1).flatten(1, 2)),
         OF_OTHERS.format("group_norm"),
@@ -302,6 +305,21 @@ def test_refuses(name: str) -> None:
     report = fused(make)
     assert report.counts == {"linear": 1}
     assert reasons(report, "layernorm_linear") == {sentence}
+
+
+@pytest.mark.parametrize("kind", [nn.LayerNorm, nn.RMSNorm])
+def test_refuses_a_norm_whose_scale_has_another_dtype(kind: type[nn.Module]) -> None:
+    def forward(model: Written, x: Tensor) -> Tensor:
+        return model.linear(model.norm(x).to(x.dtype))
+
+    model = written(forward, norm=lambda: kind(H), linear=linear())()
+    model.linear.bfloat16()
+    assert reasons(te_transform.inspect(model, X.bfloat16()), "layernorm_linear") == {
+        f"the linear reads {'layer' if kind is nn.LayerNorm else 'rms'}_norm of an input in bfloat16 with a "
+        "scale in float32, but LayerNormLinear needs one dtype: store the scale in bfloat16"
+    }
+    followed = te_transform.inspect(model.bfloat16(), X.bfloat16())
+    assert followed.counts == {"layernorm_linear": 1}
 
 
 def test_refuses_a_norm_that_is_written_to_later() -> None:
