@@ -67,7 +67,7 @@ def _of_calls_between(functions: tuple[str, ...]) -> Iterator[str]:
     elif {*functions} <= _SELECTED_ROWS:
         step = "take the rows before the norm"
     else:
-        step = "pass compile=True, which joins these operations"
+        step = "compile=True joins these operations"
     yield (
         f"the linear reads a norm through {', '.join(functions)}, but LayerNormLinear has nothing between "
         f"the two: {step}"

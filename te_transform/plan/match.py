@@ -19,7 +19,7 @@ from te_transform.graph import edit, ops
 from te_transform.graph.nodes import argument, path_of, value
 from te_transform.graph.pattern import Match, Miss, Siblings, find
 from te_transform.plan.options import Options
-from te_transform.plan.refusals import missed, refusals, rolled_back, shared, when_compiled
+from te_transform.plan.refusals import missed, refusals, rolled_back, shared
 from te_transform.plan.rule import Deviation, Operation, Outcome, Rule, ask, reasons_of, roles, stored_in
 from te_transform.plan.work import replaced
 
@@ -150,10 +150,6 @@ def plan(captured: fx.GraphModule, options: Options, modules: tuple[str, ...] = 
             if not taken:
                 made.outcomes += _apply_rule(rule, match, made, options)
         made.outcomes += _near_misses(rule, misses, made)
-    if options.compile:
-        made.outcomes = [
-            replace(outcome, reasons=tuple(map(when_compiled, outcome.reasons))) for outcome in made.outcomes
-        ]
     _keep_merged(made, options)
     return made
 

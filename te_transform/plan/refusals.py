@@ -306,11 +306,6 @@ def cut(operations: Collection[fx.Node]) -> Iterator[str]:
         )
 
 
-def when_compiled(reason: str) -> str:
-    """Return a reason for a compiled model: it does not advise the compilation."""
-    return reason.replace("pass compile=True, which joins", "inductor joins")
-
-
 def rolled_back(reason: str) -> Iterator[str]:
     """Yield the reason in the report for a site that was undone after its check."""
     yield (

@@ -69,7 +69,7 @@ def _reasons(path: list[fx.Node]) -> Iterator[str]:
     if others:
         yield (
             f"the attention has {', '.join(others)} between its two products, but fused attention has only a "
-            "scale, a mask, a softmax and a dropout: pass compile=True, which joins the operations between "
+            "scale, a mask, a softmax and a dropout: compile=True joins the operations between "
             "the products"
         )
     dims = {node.args[1] for node in path if node.target is torch.softmax}

@@ -35,12 +35,12 @@ def missing_softmax(product: fx.Node) -> Iterator[str]:
     if operations := _instead_of_softmax(product):
         yield (
             f"the attention has {operations} in place of the softmax, but fused attention needs a softmax "
-            "over the keys: pass compile=True, which joins the operations between the products"
+            "over the keys: compile=True joins the operations between the products"
         )
     elif feature_map := _feature_map(product):
         yield (
             f"the attention multiplies {feature_map} of queries and keys (linear attention), but fused "
-            "attention needs a softmax of their product: pass compile=True, which joins the operations "
+            "attention needs a softmax of their product: compile=True joins the operations "
             "around the products"
         )
 

@@ -298,7 +298,7 @@ NEGATIVE = (
 )
 BETWEEN = (
     "the attention has {} between its two products, but fused attention has only a scale, a mask, a softmax "
-    "and a dropout: pass compile=True, which joins the operations between the products"
+    "and a dropout: compile=True joins the operations between the products"
 )
 LATER = (
     "the attention has {} after its softmax, but fused attention has only zeros for hidden keys and a "
@@ -438,12 +438,12 @@ SEVERAL = (
     "tensors: write one einsum for each product"
 )
 INSTEAD = (
-    "the attention has {} in place of the softmax, but fused attention needs a softmax over the keys: pass "
-    "compile=True, which joins the operations between the products"
+    "the attention has {} in place of the softmax, but fused attention needs a softmax over the keys: "
+    "compile=True joins the operations between the products"
 )
 LINEAR = (
     "the attention multiplies {} of queries and keys (linear attention), but fused attention needs a softmax "
-    "of their product: pass compile=True, which joins the operations around the products"
+    "of their product: compile=True joins the operations around the products"
 )
 OTHER_ATTENTION = {
     "sigmoid attention": (by_sigmoid, INSTEAD.format("sigmoid")),

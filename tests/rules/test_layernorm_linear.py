@@ -391,7 +391,7 @@ def test_refuses_a_norm_over_the_channels_of_images() -> None:
     assert not reasons(sites(image(over_pixels)), "layernorm_linear")
 
 
-JOINED = "pass compile=True, which joins these operations"
+JOINED = "compile=True joins these operations"
 BETWEEN = "the linear reads a norm through {}, but LayerNormLinear has nothing between the two: {}"
 
 

@@ -329,9 +329,9 @@ def test_a_compiled_model_is_not_told_to_compile() -> None:
     ]
     for make in models:
         reports = [te_transform.inspect(seeded(make), X, compile=compiled) for compiled in (False, True)]
-        before, after = ([*report.refused[0].reasons] for report in reports)
-        assert "pass compile=True, which joins" in before[0]
-        assert after == [before[0].replace("pass compile=True, which joins", "inductor joins")]
+        assert all(
+            "compile=True joins" in report.refused[0].reasons[0] for report in reports
+        )  # a fact for both
         assert not any("compile=True" in note for note in reports[1].notes)
 
 
