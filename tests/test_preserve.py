@@ -366,6 +366,16 @@ class Counted(metaclass=Counting):
     called = 0
 
 
+class Naming(type):
+    """A metaclass whose `__module__` is a property of its classes, as that of Cython."""
+
+    __module__ = property(lambda cls: "elsewhere")
+
+
+class Named(metaclass=Naming):
+    called = 0
+
+
 LOOP = asyncio.new_event_loop()
 
 
@@ -567,6 +577,11 @@ LIBRARY: dict[str, tuple[Callable, Callable, Callable]] = {
         lambda: type("Derived", (Counted,), {}),
         lambda derived: setattr(Counted, "called", 1),
         lambda derived: Counted.called,
+    ),
+    "a class whose metaclass names its modules": (
+        lambda: Named(),
+        lambda named: (setattr(Named, "called", 1), setattr(named, "called", 2)),
+        lambda named: (Named.called, named.called),
     ),
     "a masked array": (
         lambda: numpy.ma.array([1.0, 2.0], mask=[False, True]),

@@ -21,7 +21,7 @@ from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.user_defined import UserDefinedClassVariable, UserDefinedObjectVariable
 from torch._guards import Guard
 
-from te_transform.graph.content import are_the_same, objects
+from te_transform.graph.content import are_the_same, home_of, objects
 from te_transform.graph.dynamo_patches import IS_2_13, Patch, call_after, call_before, leave_to_user
 from te_transform.graph.lambda_guards import add_guard, notes_of_capture, while_unchanged
 
@@ -145,7 +145,7 @@ def classes_of(held: Any) -> tuple[type, ...]:
 
 def _is_users(base: type, name: str) -> bool:
     """Return True if users may redefine `name`: never on Python's classes, only `forward` on PyTorch's."""
-    package = base.__module__.partition(".")[0]
+    package = home_of(base).partition(".")[0]
     return package not in sys.stdlib_module_names and (package != "torch" or name == "forward")
 
 

@@ -15,6 +15,15 @@ from typing import Any
 _CONTAINERS = (OrderedDict, dict, list, set, deque)
 
 
+def home_of(value: type | types.FunctionType) -> str:
+    """Return the name of the Python module of a class or a function, or "" if it has none.
+
+    `__module__` of a class may be a property of its objects, as in Cython's metaclass.
+    """
+    home = value.__module__ if isinstance(value, type) else value.__globals__.get("__name__")
+    return home if isinstance(home, str) else ""
+
+
 class Content:
     """A value with a copy of its content."""
 

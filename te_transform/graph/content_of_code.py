@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from te_transform.graph.content import Named
+from te_transform.graph.content import Named, home_of
 
 # Modules of the standard library and PyTorch whose objects hold a user's values. Loggers lead to streams;
 # optimizers and data loaders lead to tensors as large as the model. A forward seldom changes them.
@@ -44,13 +44,8 @@ def is_of_a_user(home: Any) -> bool:
 
 def holds_values(kind: type) -> bool:
     """Return True if objects of a class may have a user's values as attributes."""
-    home = kind.__module__
+    home = home_of(kind)
     return home in _HOLDERS or home.startswith(_HOLDING_PACKAGES) or is_of_a_user(home)
-
-
-def home_of(value: type | types.FunctionType) -> Any:
-    """Return the name of the Python module of a class or a function."""
-    return value.__module__ if isinstance(value, type) else value.__globals__.get("__name__")
 
 
 class OfClass(Named):
@@ -161,7 +156,7 @@ class Code:
         self._waiting: dict[str, list[types.FunctionType | _Globals]] = {}
         self._modules: set[int] = set()
         classes = {kind for module in model.modules() for kind in type(module).__mro__}
-        self._is_followed = {kind.__module__: is_of_a_user(kind.__module__) for kind in classes}
+        self._is_followed = {home: is_of_a_user(home) for home in map(home_of, classes)}
 
     def follows(self, home: Any) -> bool:
         """Return True if variables of a Python module are recorded."""

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from te_transform.graph.content import Content, are_the_same
+from te_transform.graph.content import Content, are_the_same, home_of
 from te_transform.graph.errors import in_full
 
 
@@ -282,7 +282,7 @@ def _reader_of_numpy(kind: type, numpy: Any) -> Callable[[Any], Content] | None:
     """Return the function that takes a snapshot of objects of a class of numpy, or None."""
     if issubclass(kind, numpy.ndarray):
         return OfArray
-    if kind.__module__ == "numpy" and hasattr(kind, "__next__") and not kind.__dictoffset__:
+    if home_of(kind) == "numpy" and hasattr(kind, "__next__") and not kind.__dictoffset__:
         return Unsaved
     if issubclass(kind, numpy.random.RandomState):
         read, write = partial(kind.get_state, legacy=False), kind.set_state
@@ -307,12 +307,12 @@ def _seeds_of(value: Any) -> list[Any]:
 
 def kind_of(kind: type) -> Callable[[Any], Content | None] | None:
     """Return the function that takes a snapshot of objects of a C class, or None if there is none."""
-    if kind.__module__ in _HANDLES:
+    if home_of(kind) in _HANDLES:
         return _of_handle
     found = next((content for kinds, content in _LIBRARY_READERS if issubclass(kind, kinds)), None)
     if found is None and (numpy := sys.modules.get("numpy")) is not None:
         found = _reader_of_numpy(kind, numpy)
-    is_in_c = kind.__module__.partition(".")[0] in ("builtins", "itertools", "_csv", "torch")
+    is_in_c = home_of(kind).partition(".")[0] in ("builtins", "itertools", "_csv", "torch")
     if found is None and ((is_in_c and hasattr(kind, "__next__")) or hasattr(kind, "hexdigest")):
         found = copied
     return found

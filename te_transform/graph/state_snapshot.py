@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake
 
 from te_transform.graph.bits import same_bits, shape_in_bits
-from te_transform.graph.content import Attributes, Content, Items, Leads, Named, has_slots
+from te_transform.graph.content import Attributes, Content, Items, Leads, Named, has_slots, home_of
 from te_transform.graph.content_of_code import (
     Code,
     OfClass,
@@ -25,7 +25,6 @@ from te_transform.graph.content_of_code import (
     OfModule,
     constructors_of,
     holds_values,
-    home_of,
     is_of_a_user,
 )
 from te_transform.graph.content_of_library import Copied, Unsaved, copied, kind_of
