@@ -214,6 +214,29 @@ def test_equal_blocks_are_drawn_once_and_nothing_is_wider_than_the_page(page: ob
     assert drawn.evaluate_all(cut) == 0
 
 
+HIDDEN_EDGES = """drawings => drawings.flatMap(drawing => {
+    const boxes = [...drawing.querySelectorAll('g.operation:not(.frame)')];
+    const isIn = ({ x, y }, box) => Math.abs(x - box.x - box.width / 2) < box.width / 2 - 3
+        && Math.abs(y - box.y - box.height / 2) < box.height / 2 - 3;
+    return [...drawing.querySelectorAll('path[data-ends]')].filter(path => {
+        const others = boxes.filter(box => !path.dataset.ends.split(' ').includes(box.dataset.operation));
+        const rects = others.map(box => box.querySelector('rect').getBBox()), length = path.getTotalLength();
+        const points = Array.from({ length: length / 3 }, (_, n) => path.getPointAtLength(3 * n));
+        return points.some(point => rects.some(box => isIn(point, box)));
+    }).map(path => path.dataset.ends);
+})"""
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("name", ["bert", "llama", "t5"])
+def test_no_edge_passes_behind_an_operation(browser: object, tmp_path: Path, name: str, size: str) -> None:
+    """In BERT, residuals leave a fused norm in front of its linears."""
+    with opened_page(browser, report_of(name), tmp_path, size) as page:
+        page.locator("#every").click()
+        page.evaluate("dispatchEvent(new Event('beforeprint'))")
+        assert page.locator(".drawing svg").evaluate_all(HIDDEN_EDGES) == []
+
+
 def test_everything_is_in_tables_without_scripts(browser: object, tmp_path: Path) -> None:
     with opened_page(browser, report_of("gpt2"), tmp_path, java_script_enabled=False) as page:
         text = page.locator(".block[open]").first.inner_text()

@@ -12,7 +12,8 @@ const hint = detail.firstElementChild;
 const search = document.getElementById("search");
 const minor = document.getElementById("minor");
 const [TITLE, VALUE, RULE, KIND, PAIR, READS] = [0, 1, 2, 3, 4, 5];
-const TOP = 26, INSIDE = 10, GAP = 14; // pixels: the title and the margin of a frame, and between boxes
+// Pixels: the title and the margin of a frame, between boxes and between ranks, and the room for edges beside boxes.
+const TOP = 26, INSIDE = 10, GAP = 14, RANKS = 30, LANE = 10;
 const BOX = { operation: [126, 40], port: [104, 32] }, SMALL = { operation: [106, 38], port: [88, 31] };
 // The smallest scales: of two pictures side by side, of one without folded ranks, and of one that then scrolls.
 const LEAST = 0.75, NESTED = 0.9, READABLE = 0.6;
@@ -46,7 +47,7 @@ function laidOut(sizes, edges, room, scale) {
   const links = [...edges].map(edge => edge.map(String));
   const attempt = least => {
     const graph = new dagre.graphlib.Graph();
-    graph.setGraph({ rankdir: "TB", nodesep: GAP, edgesep: GAP / 2, ranksep: 30, marginx: 2, marginy: 2 });
+    graph.setGraph({ rankdir: "TB", nodesep: GAP, edgesep: GAP / 2, ranksep: RANKS, marginx: 2, marginy: 2 });
     graph.setDefaultEdgeLabel(() => ({}));
     for (const [id, [width, height]] of sizes) graph.setNode(id, { width, height });
     for (const edge of links) graph.setEdge(...edge);
@@ -104,7 +105,7 @@ function fold(graph, room) {
 
 const isPort = operation => operation[KIND] === "port" || operation[KIND] === "input";
 
-// Return the layout of some operations, as its size and the box of each.
+// Return the layout of some operations, as its size, the box of each, and the points of an edge between two.
 function arranged(side, numbers, room, isNested) {
   const box = isNested ? SMALL : BOX;
   const own = new Set(numbers);
@@ -112,7 +113,7 @@ function arranged(side, numbers, room, isNested) {
   const sizes = numbers.map(n => [n, isPort(side.operations[n])]).map(([n, port]) => [String(n), port ? box.port : box.operation, port]);
   const graph = laidOut(sizes, edges, room, isNested ? NESTED : LEAST);
   const { width, height } = numbers.length ? graph.graph() : { width: 0, height: 0 };
-  return { width, height, at: n => graph.node(String(n)) };
+  return { width, height, at: n => graph.node(String(n)), route: (from, to) => passed(graph, inner(graph.edge(String(from), String(to)))) };
 }
 
 // Return the layout of all pairs. If `isNested`, fused operations are frames around what they replace.
@@ -129,13 +130,21 @@ function planned(sides, room, isNested) {
     const isFrame = isNested && isFused(sides, numbers);
     const found = numbers.map((each, place) => arranged(sides[place], each, room - 2 * INSIDE, isNested));
     const height = Math.max(found[0].height, isFrame ? 0 : found[1].height) + (isFrame ? TOP + INSIDE : 0);
-    const width = Math.max(found[0].width, found[1].width) + (isFrame ? 2 * INSIDE : 0);
+    const beside = isFrame ? INSIDE : found.some((each, place) => hasLane(sides[place], numbers[place], each)) ? LANE : 0;
+    const width = Math.max(found[0].width, found[1].width) + 2 * beside;
     inside.set(pair, { numbers, found, isFrame });
     sizes.push([String(pair), [width, height], isPort(firstOf(sides, numbers))]);
   }
   const edges = linked(sides, inside);
   const direct = [...edges.values()].filter(({ via }) => !via.length).map(({ from, to }) => [from, to]);
   return { graph: laidOut(sizes, direct, room, isNested ? NESTED : LEAST), inside, edges };
+}
+
+// Return true if an edge of a pair passes other boxes of the pair: it leaves above the last, or comes below the first.
+function hasLane({ edges }, numbers, { at }) {
+  const heights = numbers.map(n => at(n).y), own = new Set(numbers);
+  const [first, last] = [Math.min(...heights) + 1, Math.max(...heights) - 1];
+  return edges.some(([from, to]) => own.has(from) !== own.has(to) && (own.has(from) ? at(from).y < last : at(to).y > first));
 }
 
 // Return the edges between pairs, by "from,to", each with the pairs between its ends that are not on its own side: the
@@ -224,24 +233,38 @@ function curve(points) {
   return path;
 }
 
-// Return the points of an edge that pass the ranks between its ends, beside their boxes. Of several edges between the
-// same pairs, the edge with this `number` goes through the pair between them with the same number.
-function between({ graph, edges }, from, to, number) {
+const inner = route => (route ? route.points.slice(1, -1) : []);
+
+// Return the points above and below the ranks that a route passes.
+function passed(graph, points) {
   const heights = new Map();
   for (const id of graph.nodes()) {
     const { y, height } = graph.node(id);
     heights.set(Math.round(y), Math.max(height, heights.get(Math.round(y)) || 0));
   }
+  return points.flatMap(({ x, y }) => {
+    const half = (heights.get(Math.round(y)) || 0) / 2;
+    return half ? [[x, y - half], [x, y + half]] : [];
+  });
+}
+
+// Return the points of an edge that pass the ranks between its ends, beside their boxes. Of several edges between the
+// same pairs, the edge with this `number` goes through the pair between them with the same number.
+function between({ graph, edges }, from, to, number) {
   const { via } = edges.get([from, to].join());
   const pairs = [from, ...(via.length ? [via[Math.min(number, via.length - 1)]] : []), to];
-  return pairs.slice(1).flatMap((pair, n) => {
-    const route = graph.edge(String(pairs[n]), String(pair)), box = graph.node(String(pair));
-    const points = route ? route.points.slice(1, -1).concat(n < pairs.length - 2 ? [box] : []) : [];
-    return points.flatMap(({ x, y }) => {
-      const half = (heights.get(Math.round(y)) || 0) / 2;
-      return half ? [[x, y - half], [x, y + half]] : [];
-    });
-  });
+  return passed(graph, pairs.slice(1).flatMap((pair, n) => {
+    const route = graph.edge(String(pairs[n]), String(pair));
+    return inner(route).concat(route && n < pairs.length - 2 ? [graph.node(String(pair))] : []);
+  }));
+}
+
+// Return the points of an edge that pass the other boxes of its own pair at the side that is next to `x`: those below
+// the spot at its start (`way` 1), or those above the spot at its end (-1).
+function beside(area, boxes, spot, x, way) {
+  if (!boxes.some(({ y }) => way * (y - spot.y) > 1)) return [];
+  const lane = area.x + (x < area.x ? -1 : 1) * (area.width - LANE) / 2;
+  return [[lane, spot.y + way * (spot.height / 2 + RANKS - 4)], [lane, area.y + way * area.height / 2]];
 }
 
 // Draw one side of a block, or both sides as one picture if `isNested`.
@@ -266,6 +289,19 @@ function picture(block, sides, plan, place, isNested) {
       numbers[1].forEach((number, n) => spots.set(`1-${number}`, spots.get(`0-${numbers[0][n]}`) || spots.get(`1-${number}`) || area));
     }
   }
+  // Return the points of an edge between operations of a pair, and of an edge between two pairs.
+  const within = (pair, which, from, to) => {
+    const layout = inside.get(pair).found[which], at = layout.at(from), spot = spots.get(`${which}-${from}`);
+    return layout.route(from, to).map(([x, y]) => [x + spot.x - at.x, y + spot.y - at.y]);
+  };
+  const outside = (one, other, which, start, end, number) => {
+    const points = between(plan, one, other, number);
+    const boxesOf = pair => inside.get(pair).numbers[which].map(n => spots.get(`${which}-${n}`));
+    const areaOf = pair => graph.node(String(pair));
+    const below = beside(areaOf(one), boxesOf(one), start, [...points, [end.x]][0][0], 1);
+    const above = beside(areaOf(other), boxesOf(other), end, [[start.x], ...points].at(-1)[0], -1);
+    return [...below, ...points, ...above.reverse()];
+  };
   const drawn = new Set(), parallel = new Map();
   for (const which of isNested ? [0, 1] : [place]) for (const [from, to] of sides[which].edges) {
     const [one, other] = [from, to].map(n => sides[which].operations[n][PAIR]);
@@ -274,7 +310,7 @@ function picture(block, sides, plan, place, isNested) {
     if (isNested && which === (isInner ? 1 : 0)) continue;
     const start = spots.get(`${which}-${from}`), end = spots.get(`${which}-${to}`);
     if (!start || !end || start === end) continue;
-    const points = [[start.x, start.y + start.height / 2], ...(isInner ? [] : between(plan, one, other, number)), [end.x, end.y - end.height / 2]];
+    const points = [[start.x, start.y + start.height / 2], ...(isInner ? within(one, which, from, to) : outside(one, other, which, start, end, number)), [end.x, end.y - end.height / 2]];
     const path = curve(points);
     if (!drawn.has(path)) lines.push(svg("path", { d: path, "data-from": one, "data-to": other, "data-ends": `${which}-${from} ${which}-${to}`, "marker-end": "url(#arrow)" }));
     drawn.add(path);
