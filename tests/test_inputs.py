@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import BertConfig, BertModel
 
 import te_transform
 from te_transform import InputError, TraceError
@@ -180,6 +181,27 @@ def test_inputs_of_a_model_that_reads_values_are_generated_for_meta_too(device: 
     inputs = invent(Masked().to(device), length=12)
     assert str(inputs) == "int64[2, 6], int64[2, 6]"
     assert device == "meta" or inputs.args[1].unique().tolist() == [1]
+
+
+class Sentences(nn.Module):
+    """Embeds sentences as an encoder of sentence-transformers does: of a dict, by a model inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "vocab_size": 20}
+        self.model = BertModel(BertConfig(num_hidden_layers=1, **sizes))
+
+    def forward(self, features: dict[str, Tensor]) -> dict[str, Tensor]:
+        mask = features.get("attention_mask").unsqueeze(-1)
+        words = self.model(features["input_ids"], features["attention_mask"]).last_hidden_state
+        return features | {"sentence_embedding": (words * mask).sum(1) / mask.sum(1)}
+
+
+def test_a_dict_of_what_the_model_inside_reads_is_generated() -> None:
+    model = Sentences()
+    inputs = invent(model, length=12)
+    assert str(inputs) == "{input_ids: int64[2, 12], attention_mask: int64[2, 12]}"
+    assert te_transform.inspect(model).counts["attention"] == 1
 
 
 def test_many_arguments_are_asked_for() -> None:

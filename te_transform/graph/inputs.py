@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
 import itertools
@@ -319,13 +320,14 @@ def _required(model: nn.Module) -> list[inspect.Parameter]:
 
 
 def _candidates(model: nn.Module, batch: int, length: int, most: int) -> list[Inputs]:
-    if hasattr(model, "main_input_name") and hasattr(getattr(model, "config", None), "get_text_config"):
+    if _names_its_inputs(model):
         return _for_hugging_face(model, batch, length, most)
     floats = (p for p in model.parameters() if p.is_floating_point())
     like = next(floats, torch.empty(0, dtype=torch.float32, device="cpu"))
     named = denoiser_arguments(model, batch, length)
     denoised = [] if named is None else [Inputs((), named)]
-    found = [*denoised, *_by_position(model, batch, length, most, like)]
+    by_position = _by_position(model, batch, length, most, like)
+    found = [*denoised, *by_position, *_as_dict(model, batch, length, most)]
     if not found:
         raise InputError(
             f"expected example inputs, got none, and none can be generated for {type(model).__name__}."
@@ -349,6 +351,25 @@ def _by_position(model: nn.Module, batch: int, length: int, most: int, like: tor
     mask = [torch.ones(batch, length, dtype=torch.int64, device="cpu")]
     several = itertools.product(*(mask if p.name == "attention_mask" else read for p in required))
     return [Inputs(values) for values in sorted(several, key=lambda values: len(set(map(id, values))))]
+
+
+def _as_dict(model: nn.Module, batch: int, length: int, most: int) -> list[Inputs]:
+    """Return a dict of what a part from transformers reads, for a forward with one argument.
+
+    An encoder of sentence-transformers takes such a dict.
+    """
+    part = next(filter(_names_its_inputs, model.modules()), None)
+    if part is None or len(_required(model)) != 1:
+        return []
+    mask = {"attention_mask": torch.ones(batch, length, dtype=torch.int64, device="cpu")}
+    with contextlib.suppress(InputError):
+        read = [inputs.kwargs for inputs in _for_hugging_face(part, batch, length, most)]
+        return [Inputs((named | (mask if "input_ids" in named else {}),)) for named in read]
+    return []
+
+
+def _names_its_inputs(module: nn.Module) -> bool:
+    return hasattr(module, "main_input_name") and hasattr(getattr(module, "config", None), "get_text_config")
 
 
 def _error_of(model: nn.Module, inputs: Inputs) -> str | None:
