@@ -187,7 +187,8 @@ def _fastest(made: M, original: M | None, options: Options, samples: Sequence[In
     timings = timing.of_all_ranks(key, timing.kept_timings(key))
     if not timings:
         timings = timing.of_all_ranks(key, _timings(made, original, ways, samples))
-        timing.keep(key, timings)
+        if timing.fastest(timings) is not None:
+            timing.keep(key, timings)
     best = timing.fastest(timings)
     chosen = replace(options, compile=False) if best is None else ways[best.name]
     converted = _convert(made, original, replace(chosen, run_original=False), samples)

@@ -159,8 +159,11 @@ def run_tune(asked: argparse.Namespace) -> int:
     inputs = replace(inputs, invented=False)  # the user chose their sizes
     with printing_aside():
         tuned = report_of(convert(model, inputs, inplace=True, compile="auto", **_options(asked)))
-    kept = f'stored in {timing.file()} for convert(..., compile="auto") with the same model and inputs'
-    _write(asked, tuned, "\n".join([*tuned.all_timings(), kept]))
+    kept = (
+        f'stored in {timing.file()} for convert(..., compile="auto") with the same model and inputs; delete '
+        "this file to time again"
+    )
+    _write(asked, tuned, "\n".join([*tuned.all_timings(), kept if tuned.chosen else "nothing is stored"]))
     return 0
 
 
