@@ -371,10 +371,49 @@ class OfTextTables(Denoiser):
         )
 
 
+class OfPatches(nn.Module):
+    """Takes frames with the channels last, as patches of 2 x 2 pixels, and a mask of booleans."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches, self.time, self.text = nn.Linear(12, 8), nn.Linear(1, 8), nn.Linear(5, 8)
+
+    def forward(
+        self, hidden_states: Tensor, timestep_ratio: Tensor, encoder_hidden_states: Tensor, text_mask: Tensor
+    ) -> Tensor:
+        batch, frames, height, width, channels = hidden_states.shape
+        patches = hidden_states.view(batch, frames, height // 2, 2, width // 2, 2, channels).transpose(3, 4)
+        text = self.text(torch.where(text_mask[..., None], encoder_hidden_states, 0)).mean(1)
+        known = text + self.time(timestep_ratio[:, None])
+        return self.patches(patches.flatten(4)).flatten(1, 3) + known[:, None]
+
+
+class OfTwoLatents(Denoiser):
+    """Takes latents to denoise and latents of an image; its angles are computed in the first call only."""
+
+    def __init__(self) -> None:
+        super().__init__(sample_size=16)
+        self.angles: Tensor | None = None
+
+    def forward(self, sample: Tensor, timestep: Tensor, image_latents: Tensor) -> Tensor:
+        if self.angles is None:
+            self.angles = torch.ones(8).cos().sin().cos().sin()
+        return self.condition(sample, timestep) + self.patches(image_latents).flatten(2).mT * self.angles
+
+
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 @pytest.mark.parametrize(
     ("kind", "text"),
     [
+        (
+            OfPatches,
+            "hidden_states=float32[2, 4, 8, 8, 3], timestep_ratio=float32[2], "
+            "encoder_hidden_states=float32[2, 8, 5], text_mask=bool[2, 8]",
+        ),
+        (
+            OfTwoLatents,
+            "sample=float32[2, 4, 16, 16], timestep=float32[2], image_latents=float32[2, 4, 16, 16]",
+        ),
         (
             OfSounds,
             "x=float32[2, 4, 8], t=float32[2], words=float32[2, 8, 5], word_lens=int64[2], "

@@ -18,7 +18,7 @@ from te_transform.graph.random_tensors import random_floats, random_ids
 
 _LATENTS = ("hidden_states", "sample", "x")
 _TEXTS = ("encoder_hidden_states", "cap_feats")  # passed even if the forward runs without a text
-_TIMES = ("timestep", "timesteps", "t", "time", "sigma")
+_TIME = re.compile(r"^t$|time|sigma")
 _PACKED = ("img_ids", "img_shapes", "num_frames")  # arguments of forwards that take latents as rows
 _LATENT_SIDES = (16, 32, 64)  # side lengths of latents
 _FRAMES = 4  # latents over time
@@ -42,7 +42,7 @@ _LIKELIEST = {
 }
 _OTHERS = (
     "rows", "vector", "numbers", "labels", "ids", "pair", "three_pairs", "layers", "lengths", "mask",
-    "text_and_sizes",
+    "booleans", "text_and_sizes",
 )  # fmt: skip
 _NO_CONDITION = re.compile(r"attention_kwargs|controlnet|cache|^return")
 
@@ -93,6 +93,9 @@ class _Forms:
     def mask(self, length: int, width: int) -> Tensor:
         return torch.ones(self.batch, length, dtype=torch.int64, device="cpu")
 
+    def booleans(self, length: int, width: int) -> Tensor:
+        return self.mask(length, width).bool()
+
     def positions(self, length: int, width: int) -> Tensor:
         return random_floats((length, width), self.like)
 
@@ -137,9 +140,10 @@ def denoiser_arguments(model: nn.Module, batch: int, length: int) -> dict[str, A
         length: tokens of a text, and of latents that the forward takes as rows.
     """
     parameters = inspect.signature(model.forward).parameters
-    latents, times = (next(filter(parameters.__contains__, each), "") for each in (_LATENTS, _TIMES))
-    channels = _latent_channels(model)
-    if not latents or not times or not channels:
+    latents = next(filter(parameters.__contains__, _LATENTS), "")
+    times = next(filter(_TIME.search, parameters), "")
+    channels = _latent_channels(model) or _WIDTHS[-1]
+    if not latents or not times:
         return None
     forms = _Forms(model, batch)
     guess: Guess = {}
@@ -149,6 +153,8 @@ def denoiser_arguments(model: nn.Module, batch: int, length: int) -> dict[str, A
             guess[name] = _argument(model, forms, parameter, length, width, is_required)
     is_packed = not parameters.keys().isdisjoint(_PACKED)
     shapes = [forms.latents(*each) for each in _latent_shapes(model, length, is_packed)]
+    for name in filter(re.compile(r"_latents$").search, guess):  # others, beside those that are denoised
+        guess[name] = replace(guess[name], forms=(*guess[name].forms, *shapes))
     guess[latents] = Argument(_as_annotated(shapes, parameters[latents]), length, channels, True)
     guess[times] = replace(guess[times], forms=(forms.numbers, forms.steps))
     return furthest(model, guess)
@@ -195,7 +201,8 @@ def _latent_shapes(model: nn.Module, length: int, is_packed: bool) -> Iterator[t
     videos = [each if len(each) == 3 else (frames, *each) for each in sides]
     yield from ((-1, *each) for each in (*sides, *videos))
     yield from ((first, -1, *each) for first, *each in videos)
-    yield from ((-1, length), (length, -1))
+    yield from ((-1, length), (length, -1), (-1,))
+    yield from ((*each, -1) for each in videos)
 
 
 def _latent_sides(model: nn.Module) -> Iterator[tuple[int, ...]]:

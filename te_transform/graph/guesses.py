@@ -34,6 +34,7 @@ class Argument:
 
 
 Guess = dict[str, Argument]
+_MOST_ATTEMPTS = 1000  # that get no further, before the search ends
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ class _Attempt:
 
         If it fails there again, the additional operations are those of an additional argument.
         """
-        progress = [(each.operations, not each.misses) for each in (self, other)]
+        progress = [(each.operations, each.failure[1], not each.misses) for each in (self, other)]
         return self.error is None or (progress[0] > progress[1] and self.failure != other.failure)
 
 
@@ -94,6 +95,9 @@ def furthest(model: nn.Module, guess: Guess) -> dict[str, Any]:
             forward gets no further without them.
     """
     with preserved(model), torch.no_grad(), faked(model, ()):
+        _attempt(
+            model, guess
+        )  # fills caches, such as of rotary angles, whose operations would count as progress
         best = _attempt(model, guess)
         while best.error is not None and (further := _further(model, best)) is not None:
             best = further
@@ -105,9 +109,18 @@ def _further(model: nn.Module, best: _Attempt) -> _Attempt | None:
     absent = [name for name, argument in best.guess.items() if not argument.is_passed]
     more = [_with_change(best.guess, name, is_passed=True) for name in absent]
     changes = more if best.misses else itertools.chain(_resized(best), _reformed(best.guess), more)
-    attempts = (_attempt(model, each) for each in changes)
+    attempts = itertools.chain((_attempt(model, each) for each in changes), _reformed_and_fitted(model, best))
+    attempts = itertools.islice(attempts, _MOST_ATTEMPTS)
     found = next((attempt for attempt in attempts if attempt.is_further_than(best)), None)
     return found or (_attempt(model, more[0]) if best.misses and more else None)
+
+
+def _reformed_and_fitted(model: nn.Module, best: _Attempt) -> Iterator[_Attempt]:
+    """Yield attempts with another form of an argument, whose width is then fitted."""
+    for each in _reformed(best.guess):
+        reformed = _attempt(model, each)
+        yield reformed
+        yield from (_attempt(model, fitted) for fitted in _fitted(reformed))
 
 
 def _with_change(guess: Guess, name: str, **change: Any) -> Guess:
@@ -140,17 +153,9 @@ def _attempt(model: nn.Module, guess: Guess) -> _Attempt:
 
 
 def _resized(attempt: _Attempt) -> Iterator[Guess]:
-    """Yield guesses of other sizes, after the sizes in the operation that failed.
-
-    Widths differ from each other and from usual sizes, so a width identifies its argument.
-    """
+    """Yield guesses of other sizes, after the sizes in the operation that failed."""
     guess, shapes = attempt.guess, list(itertools.permutations(attempt.shapes, 2))
-    pairs = dict.fromkeys((size, needed) for one, other in shapes for size in one for needed in other)
-    fitted = [
-        _with_change(guess, name, width=needed)
-        for (size, needed), name in itertools.product(pairs, guess)
-        if size == guess[name].width != needed
-    ]
+    fitted = _fitted(attempt)
     aligned = itertools.chain.from_iterable(
         (*zip(one, other, strict=False), *zip(one[::-1], other[::-1], strict=False)) for one, other in shapes
     )
@@ -161,6 +166,22 @@ def _resized(attempt: _Attempt) -> Iterator[Guess]:
             old = getattr(start[name], size)
             if start[name].is_passed and old and old + more > 0:
                 yield _with_change(start, name, **{size: old + more})
+
+
+def _fitted(attempt: _Attempt) -> list[Guess]:
+    """Return guesses of other widths, after the sizes in the operation that failed.
+
+    Widths differ from each other and from usual sizes, so a size that is a width, or a multiple in patches of
+    several numbers, identifies its argument.
+    """
+    shapes = itertools.permutations(attempt.shapes, 2)
+    pairs = dict.fromkeys((size, needed) for one, other in shapes for size in one for needed in other)
+    found = []
+    for (size, needed), (name, argument) in itertools.product(pairs, attempt.guess.items()):
+        patch, rest = divmod(size, argument.width)
+        if patch and not rest and needed % patch == 0 and needed // patch not in (0, argument.width):
+            found.append(_with_change(attempt.guess, name, width=needed // patch))
+    return found
 
 
 def _reformed(guess: Guess) -> Iterator[Guess]:
