@@ -52,6 +52,11 @@ WHY = {  # the obstacle, by a part of the reason; the first match counts
     "norm there": "norm elsewhere",
     "reads a written-out norm": "norm of its own kind",
     "between these operations": "writes in between",
+    "has a stack of matrices": "a matrix per head, group or token",
+    "keeps the number of features": "another number of features",
+    "of the two linears has a bias": "one bias of two",
+    "in place of the softmax": "attention of its own kind",
+    "has its parameter on the left": "a parameter on the left",
 }
 
 
