@@ -3,6 +3,7 @@
 A line says what the family names otherwise than most, and what makes it small.
 """
 
+from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -532,3 +533,47 @@ FAMILIES: dict[str, Case] = by_name(
         },
     ),
 )
+NEWEST: dict[str, Case] = by_name(  # of transformers 5.24
+    _decoder("apertus1p5", "Apertus1p5Text", LLAMA),
+    _decoder(
+        "bailing_hybrid",
+        "BailingHybrid",
+        LLAMA
+        | _OF_LATENT
+        | _MIXED
+        | {
+            "q_lora_rank": None,
+            "num_local_experts": 4,
+            "layer_types": ["linear_attention", "full_attention"],
+        },
+    ),
+    _decoder("beam", "Beam", LLAMA | _HEAD | _LONG),
+    _decoder(
+        "dory",
+        "Dory",
+        LLAMA
+        | _HEAD
+        | {"num_hidden_layers": 4, "n_input_layers": 1, "n_output_layers": 1, "sliding_window": WINDOW}
+        | {"layer_types": ["sliding_attention", "full_attention"] * 2},
+    ),
+    _text_model("dots3_note", "Dots3Note", LLAMA | _OF_LATENT | _INDEXED | _MIXED),
+    _text_model("embedding_gemma2", "EmbeddingGemma2", LLAMA | _HEAD | _LONG | {"global_head_dim": 32}),
+    _decoder("flint", "Flint", LLAMA | _HEAD | _LONG),
+    _masked("gte", "Gte", ENCODER),
+    _text_model("inkling2", "Inkling2", LLAMA | _ROUTED | _HEAD | _MIXED),
+    _text_model("inkling2_loop", "Inkling2Loop", LLAMA | _ROUTED | _HEAD | _MIXED),
+    _decoder("kolibri1", "Kolibri1", LLAMA | _EXPERTS | _ROUTED | _LOCAL | _HEAD | _LONG),
+    _decoder("lara_mini", "LaraMini", LLAMA | _EXPERTS | _HEAD | _DELTA),
+    _decoder(
+        "lfm3", "Lfm3", LLAMA | _HEAD | {"layer_types": ["conv", "full_attention"], "sliding_window": WINDOW}
+    ),
+    _text_model("mistral_large4", "MistralLarge4", LLAMA | _OF_LATENT | _INDEXED | _MIXED),
+    _text_model(
+        "muse_spark",
+        "MuseSpark",
+        LLAMA | _LOCAL | _HEAD | _LONG | {"moe_hidden_size": 32, "moe_intermediate_size": 32},
+    ),
+    _masked("ultrabert", "Ultrabert", ENCODER),
+)
+if tuple(map(int, version("transformers").split(".")[:2])) >= (5, 24):
+    FAMILIES |= NEWEST
