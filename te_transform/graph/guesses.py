@@ -95,10 +95,8 @@ def furthest(model: nn.Module, guess: Guess) -> dict[str, Any]:
             forward gets no further without them.
     """
     with preserved(model), torch.no_grad(), faked(model, ()):
-        _attempt(
-            model, guess
-        )  # fills caches, such as of rotary angles, whose operations would count as progress
-        best = _attempt(model, guess)
+        # the first attempt fills caches, as of rotary angles, whose operations would count as progress
+        _, best = _attempt(model, guess), _attempt(model, guess)
         while best.error is not None and (further := _further(model, best)) is not None:
             best = further
     return _values(best.guess)
