@@ -113,8 +113,8 @@ BEHIND_DROPOUT = (
     "dropout to 0"
 )
 BEHIND_SCALING = (
-    "the linear reads a norm through dropout, mul, but LayerNormLinear has nothing between the two: pass "
-    "compile=True, which joins these operations"
+    "the linear reads a norm through dropout, mul, but LayerNormLinear has nothing between the two: "
+    "compile=True joins these operations"
 )
 BEHIND_GETITEM = (
     "the linear reads a norm through getitem, but LayerNormLinear has nothing between the two: take the rows "
