@@ -120,16 +120,8 @@ BEHIND_GETITEM = (
     "the linear reads a norm through getitem, but LayerNormLinear has nothing between the two: take the rows "
     "before the norm"
 )
-ACTIVATED_AND_NORMED = (
-    "the activation is made of gelu, layer_norm, but LayerNormMLP has only gelu, gelu_tanh, quick_gelu, "
-    "relu, silu, squared_relu: no kernel supports others"
-)
-TO_VOCABULARY = (
-    "the MLP maps 64 features to 99, but LayerNormMLP keeps the number of features: no kernel changes it"
-)
 REFUSED = {
     "bert": {
-        ("layernorm_mlp", ACTIVATED_AND_NORMED, TO_VOCABULARY): ["cls.predictions  x1"],
         ("layernorm_linear", BEHIND_DROPOUT): ["bert.encoder.layer.0.attention.self  x1"],
     },
     "vit": {("layernorm_linear", BEHIND_GETITEM): ["classifier  x1"]},
