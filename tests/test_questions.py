@@ -391,7 +391,7 @@ class Kind(enum.Enum):
 
 
 class Meta(type):
-    factor, factors, kind_of = 1.0, [1.0], "one"
+    factor, factors, kind_of, unknown = 1.0, [1.0], "one", None
 
     def of_metaclass(cls) -> Any:
         return cls.factor
@@ -460,6 +460,7 @@ CLASSES = {  # what the forward asks, the class that defines it, the name, and w
     "a string of a metaclass": (
         lambda m, held, kwargs: 1.0 if Helper.kind_of == "one" else 3.0, Meta, "kind_of", "two",
     ),
+    "None of a metaclass": (lambda m, held, kwargs: Helper.unknown or 1.0, Meta, "unknown", 3.0),
     "a list of a metaclass": (lambda m, held, kwargs: type(held).factors[0], Meta, "factors", [3.0]),
     "a value that hides one of a metaclass": (lambda m, held, kwargs: Helper.factor, Helper, "factor", 3.0),
     "a method of a metaclass": (lambda m, held, kwargs: Helper.of_metaclass(), Meta, "factor", 3.0),

@@ -316,8 +316,8 @@ def _attribute_lookup(own: Callable[..., Any]) -> Callable[..., Any]:
 def _value_of_metaclass(self: Any, tx: Any, name: str, found: VariableTracker) -> VariableTracker:
     """Return a value that a metaclass holds with a guard, which dynamo omits for values found there."""
     if isinstance(found, misc.GetAttrVariable) and not any(name in vars(base) for base in self.value.__mro__):
-        value = inspect.getattr_static(type(self.value), name, None)
-        if value is not None and not hasattr(type(value), "__get__"):
+        value = inspect.getattr_static(type(self.value), name, found)
+        if value is not found and not hasattr(type(value), "__get__"):
             return VariableTracker.build(tx, value, AttrSource(self.source, name))
     return found
 
