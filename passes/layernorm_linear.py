@@ -48,10 +48,10 @@ def refuse(
 def _of_other_norm(norm: fx.Node) -> Iterator[str]:
     """Yield why the op cannot compute a norm that the model calls by name."""
     if norm.target in (F.layer_norm, F.rms_norm) and has_wide_scale(norm):
-        found, scale = (dtype_name(dtype_of(norm.args[at])) for at in (0, 2))
+        read, scale = (dtype_name(dtype_of(norm.args[at])) for at in (0, 2))
         yield (
-            f"the linear reads {called(norm)} of an input in {found} with a scale in {scale}, but "
-            f"LayerNormLinear needs one dtype: store the scale in {found}"
+            f"the linear reads {called(norm)} of an input in {read} with a scale in {scale}, but "
+            f"LayerNormLinear needs one dtype: store the scale in {read}"
         )
     else:
         yield (

@@ -43,7 +43,7 @@ class States:
             tensor.data_ptr() for state in states.values() for weights in state.weights for tensor in weights
         }
         # the indices of the tensors that calls write to: scales and amax
-        self.written = [index for index, weights in enumerate(self.tensors) if weights.data_ptr() not in kept]
+        self.written = [index for index, tensor in enumerate(self.tensors) if tensor.data_ptr() not in kept]
 
     def are(self, states: dict[fx.Node, ProductState]) -> bool:
         """Return True if the states are the same objects, of the same calls."""
@@ -61,10 +61,10 @@ class Precomputed:
 
     def __init__(self, values: dict[fx.Node, Any], staying: Collection[fx.Node], states: States):
         self.values, self.states = values, states.states
-        leaves = [(node, leaf) for node, value in values.items() for leaf in tree_leaves(value)]
+        leaves = [(node, leaf) for node, computed in values.items() for leaf in tree_leaves(computed)]
         tensors = [(node, leaf) for node, leaf in leaves if isinstance(leaf, Tensor)]
         # `.data`, so that autograd does not see writes: the next forward may come before this backward
-        self.tensors = [*(value for _, value in tensors), *(tensor.data for tensor in states.tensors)]
+        self.tensors = [*(tensor for _, tensor in tensors), *(tensor.data for tensor in states.tensors)]
         self.static_inputs = [*(node in staying for node, _ in tensors), *(True for _ in states.tensors)]
         self.written = [len(tensors) + index for index in states.written]
         self.computed = len(tensors)  # the number of leading tensors that are computed, not states

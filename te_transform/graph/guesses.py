@@ -109,8 +109,8 @@ def _further(model: nn.Module, best: _Attempt) -> _Attempt | None:
     changes = more if best.misses else itertools.chain(_resized(best), _reformed(best.guess), more)
     attempts = itertools.chain((_attempt(model, each) for each in changes), _reformed_and_fitted(model, best))
     attempts = itertools.islice(attempts, _MOST_ATTEMPTS)
-    found = next((attempt for attempt in attempts if attempt.is_further_than(best)), None)
-    return found or (_attempt(model, more[0]) if best.misses and more else None)
+    further = next((attempt for attempt in attempts if attempt.is_further_than(best)), None)
+    return further or (_attempt(model, more[0]) if best.misses and more else None)
 
 
 def _reformed_and_fitted(model: nn.Module, best: _Attempt) -> Iterator[_Attempt]:
@@ -174,12 +174,12 @@ def _fitted(attempt: _Attempt) -> list[Guess]:
     """
     shapes = itertools.permutations(attempt.shapes, 2)
     pairs = dict.fromkeys((size, needed) for one, other in shapes for size in one for needed in other)
-    found = []
+    guesses = []
     for (size, needed), (name, argument) in itertools.product(pairs, attempt.guess.items()):
         patch, rest = divmod(size, argument.width)
         if patch and not rest and needed % patch == 0 and needed // patch not in (0, argument.width):
-            found.append(_with_change(attempt.guess, name, width=needed // patch))
-    return found
+            guesses.append(_with_change(attempt.guess, name, width=needed // patch))
+    return guesses
 
 
 def _reformed(guess: Guess) -> Iterator[Guess]:
