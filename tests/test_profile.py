@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from te_transform import InputError, ModelError, OptionError, Profile, TraceErro
 from te_transform.command_line.main import main
 from te_transform.execution.attach import runner_of
 from te_transform.graph.inputs import as_inputs
-from te_transform.profile import classes
+from te_transform.profile import classes, steps
 from te_transform.profile.analysis import Analysis
 from te_transform.profile.classes import COMMUNICATION, IDLE, OVERHEAD, operation_class
 from te_transform.profile.events import Event
@@ -159,6 +160,22 @@ def test_a_model_in_evaluation_mode_runs_only_the_forward() -> None:
 def test_a_step_runs_on_each_batch_of_a_list() -> None:
     found = profiled(model(), [X, X[:1]])
     assert found.inputs == "float32[2, 8, 16]; float32[1, 8, 16]"
+
+
+@pytest.mark.parametrize(
+    ("taken", "expected"),
+    [
+        pytest.param((9, 1.2, 1.1, 1.2, 7), [1.2, 1.1, 1.2], id="the first three alike"),
+        pytest.param((9, 3, 1, 5, 2, 7), [1, 5, 2], id="the last three, if none are alike"),
+    ],
+)
+def test_steps_are_timed_as_soon_as_they_take_alike(
+    taken: tuple[float, ...], expected: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = iter([time for start, seconds in enumerate(taken) for time in (10 * start, 10 * start + seconds)])
+    monkeypatch.setattr(steps, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    assert record(model(), as_inputs(model(), X)).seconds == pytest.approx(expected)
+    assert next(clock, None) is None  # one more step ran under the profiler
 
 
 CLASSES = {

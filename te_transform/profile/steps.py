@@ -15,6 +15,7 @@ from torch._dynamo.utils import get_compilation_metrics
 from torch.profiler import ProfilerActivity
 from torch.profiler import profile as profiler
 
+from te_transform.backends.ranks import gathered
 from te_transform.execution.attach import runners
 from te_transform.execution.timing import scalar_of, wait_for_gpu
 from te_transform.execution.trials import graphs_only
@@ -26,8 +27,10 @@ from te_transform.profile.ranges import STEP, Label, Ranges, is_compiled_inside
 from te_transform.profile.watch import Watch
 
 TIMED = 3  # steps that are timed without the profiler
-# Steps before the timed ones: lazy initialization, captures and compilation end in them.
-_UNTIMED, _UNTIMED_COMPILED, _UNTIMED_CONVERTED = 2, 3, 6
+# The timed steps are the first ones in a row that take alike: lazy initialization, captures, compilation and
+# the first scales are over by then. CUDA graphs are recorded after fewer steps than these.
+_ALIKE = 1.15  # the slowest of them, relative to the fastest
+_MOST, _MOST_COMPILED, _MOST_CONVERTED = 5, 6, 9  # steps, if no three take alike
 
 
 @dataclass
@@ -68,19 +71,26 @@ def record(model: nn.Module, samples: Sequence[Inputs]) -> RecordedSteps:
     ranges = Ranges(model)
     steps = _Steps(model, samples, trained)
     with preserved(model), _own_gradients(model), graphs_only:
-        untimed = _UNTIMED_CONVERTED if runners(model) else _UNTIMED_COMPILED
+        most = _MOST_CONVERTED if runners(model) else _MOST_COMPILED
         if not (runners(model) or is_compiled_inside(model)):
-            untimed, recording.watch = _UNTIMED - 1, Watch(ranges)
+            most, recording.watch = _MOST - 1, Watch(ranges)
             with ranges.on(), recording.watch:
                 steps.run()
-        for _ in range(untimed):
-            steps.run()
-        compiled = get_compilation_metrics()
-        recording.seconds = [steps.run() for _ in range(TIMED)]
-        recording.recompiled = [each for each in get_compilation_metrics() if each not in compiled]
+        compiled, seconds = [], []
+        while len(seconds) < most and not all(gathered(_are_alike(seconds))):
+            compiled.append(get_compilation_metrics())
+            seconds.append(steps.run())
+        recording.seconds = seconds[-TIMED:]
+        recording.recompiled = [each for each in get_compilation_metrics() if each not in compiled[-TIMED]]
         recording.events = _profiled(model, ranges, steps)
     recording.labels, recording.is_training = ranges.labels, steps.have_backward
     return recording
+
+
+def _are_alike(seconds: Sequence[float]) -> bool:
+    """Return True if the last steps may be the timed ones."""
+    last = seconds[-TIMED:]
+    return len(last) == TIMED and max(last) <= _ALIKE * min(last)
 
 
 def _profiled(model: nn.Module, ranges: Ranges, steps: _Steps) -> list[Event]:
