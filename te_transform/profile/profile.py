@@ -41,7 +41,7 @@ def profile(model: nn.Module, batch: Any = None, *, plan: bool = True) -> Profil
 
     A step is a forward and, in training mode, a backward. The backward begins at the loss, or at a scalar of
     the outputs if there is no loss. The optimizer does not run. The model, its gradients, buffers, hooks,
-    mode and the random state are restored. The profile takes the time of about ten steps and half a second;
+    mode and the random state are restored. The profile takes the time of 6 to 10 steps and half a second;
     the plan of convert() is extra.
 
     With several ranks, call it on each rank. The result then also has the steps of all ranks.
