@@ -12,7 +12,7 @@ from torch import Tensor, fx
 
 import te_transform
 from te_transform.graph import ops
-from te_transform.graph.nodes import is_random, shape_of
+from te_transform.graph.nodes import called, is_random, shape_of
 from te_transform.plan.rule import stored_in
 from tests.captures import BOUND, canonical, canonicalize, capture, error, named, op_counts, targets, the
 from tests.rules.tables import X, linear, written
@@ -735,7 +735,27 @@ def test_arguments_that_change_the_result_are_not_lost(call) -> None:
     canonical(call, *torch.randn(2, 3, LENGTH, 8))
 
 
+WITHOUT_A_FORM = {
+    "add, with a factor": (ARGUMENTS["add, with a factor"], torch.add),
+    "div, rounded": (ARGUMENTS["div, rounded"], torch.div),
+    "var, with two fewer": (ARGUMENTS["var, with two fewer"], torch.var),
+    "sum, in another dtype": (lambda m, x, y: torch.sum(x, -1, dtype=torch.float64), torch.sum),
+    "max, of two tensors": (lambda m, x, y: torch.max(x, y), torch.max),
+}
+
+
+@pytest.mark.parametrize(("call", "target"), WITHOUT_A_FORM.values(), ids=WITHOUT_A_FORM)
+def test_a_call_without_a_form_has_no_canonical_target(call, target) -> None:
+    """Readers of canonical calls know what each position means, and read no names."""
+    graph = canonical(call, *torch.randn(2, 3, LENGTH, 8))
+    assert target not in targets(graph)
+    assert target.__name__ in map(called, graph.nodes)
+
+
 ALIASES = {
+    "mean, by an axis": (lambda m, x, y: x.mean(axis=-1, keepdims=True), torch.mean),
+    "cat, by an axis": (lambda m, x, y: torch.cat((x, y), axis=-1), torch.cat),
+    "softmax, by an axis": (lambda m, x, y: torch.softmax(x, axis=-1), torch.softmax),
     "multiply": (lambda m, x, y: torch.multiply(x, y), torch.mul),
     "subtract": (lambda m, x, y: torch.subtract(x, y), torch.sub),
     "divide": (lambda m, x, y: torch.divide(x, y), torch.div),

@@ -21,13 +21,24 @@ from te_transform.canonicalize.moves import MOVES, columns_of_rows, columns_of_s
 from te_transform.canonicalize.table import METHODS, SPELLINGS
 from te_transform.graph import edit, nodes
 
+_OF_PYTHON = ("_operator", "builtins")
+_AS_IN_NUMPY = {"axis": "dim", "keepdims": "keepdim"}  # names that PyTorch takes too
+
 
 def spell(graph: fx.Graph, stay: Collection[fx.Node]) -> None:
-    """Rewrite every call in the table; an in-place write becomes a new value unless it is in `stay`."""
+    """Rewrite every call in the table; an in-place write becomes a new value unless it is in `stay`.
+
+    A torch function whose call has no form in the table gets another target: readers of canonical calls know
+    what each position means, and would not see `alpha=2`.
+    """
     for node in graph.nodes:
-        call = _canonical(node) if _is_tensor_call(node) and node not in stay else None
+        if not _is_tensor_call(node) or node in stay:
+            continue
+        call = _canonical(node)
         if call is not None:
             edit.set_target(node, *call)
+        elif node.op == "call_function" and node.target in _functions_of_torch():
+            edit.set_target(node, _under_another_target(node.target), node.args, dict(node.kwargs))
 
 
 def spell_pieces(graph: fx.Graph) -> None:
@@ -86,11 +97,24 @@ def _canonical(node: fx.Node) -> tuple | None:
     if name in MOVES:
         return MOVES[name](node)
     spelling = METHODS.get(name, SPELLINGS[name]) if method else SPELLINGS[name]
+    kwargs = {_AS_IN_NUMPY.get(name, name): given for name, given in node.kwargs.items()}
     try:
-        bound = _signature(spelling).bind(*node.args, **node.kwargs)
+        bound = _signature(spelling).bind(*node.args, **kwargs)
     except TypeError:  # a form that is not in the table, for example with out=
         return None
     return spelling(*bound.args, **bound.kwargs)
+
+
+@cache
+def _under_another_target(function: Callable) -> Callable:
+    """Return a function that computes the same and has the same name and signature."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    call.__name__ = call.__qualname__ = function.__name__
+    call.__wrapped__ = function
+    return call
 
 
 @cache
@@ -109,6 +133,16 @@ def _functions() -> dict[Any, str]:
                 if callable(function := getattr(home, spelled, None)):
                     names.setdefault(function, name)
     return names | {builtins.getattr: "getattr"}
+
+
+@cache
+def _functions_of_torch() -> frozenset[Any]:
+    """Return the functions in the table that are PyTorch's, without those that only move elements."""
+    return frozenset(
+        function
+        for function, name in _functions().items()
+        if name not in MOVES and getattr(function, "__module__", None) not in _OF_PYTHON
+    )
 
 
 @cache

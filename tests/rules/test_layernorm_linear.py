@@ -26,6 +26,13 @@ class LlamaNorm(nn.Module):
         return self.weight * (y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
 
 
+class NumpyNorm(LlamaNorm):
+    """It has NumPy's names of arguments."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * (x * torch.rsqrt(x.pow(2).mean(axis=-1, keepdims=True) + 1e-6))
+
+
 class GemmaNorm(LlamaNorm):
     """Its scale is 1 + weight."""
 
@@ -112,6 +119,7 @@ FUSES = {
     "an RMSNorm without a scale": sequential(lambda: nn.RMSNorm(H, elementwise_affine=False), linear()),
     "a linear without a bias": sequential(norm(), linear(H, FFN, bias=False)),
     "a norm written out": sequential(LlamaNorm, linear()),
+    "a norm written out, along an axis": sequential(NumpyNorm, linear()),
     "a zero-centered norm": sequential(GemmaNorm, linear()),
     "a norm without a scale, written out": written(lambda m, x: m.linear(x * root(x)), linear=linear()),
     "a LayerNorm of nothing else, written out": written(
