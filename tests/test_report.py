@@ -632,6 +632,40 @@ def test_the_report_names_code_that_dynamo_cannot_capture() -> None:
     )
 
 
+class Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return x + self.linear(self.norm(x)) * mask.unsqueeze(-1)
+
+
+class Backbone(nn.Module):
+    """Its forward makes a mask only if it is not traced, as LongT5's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Masked() for _ in range(2))
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        if mask is None and not torch.compiler.is_compiling():
+            mask = torch.ones(x.shape[:-1])
+        for layer in self.layers:
+            x = layer(x, mask)
+        return x
+
+
+def test_a_forward_that_raises_when_it_is_traced_is_one_reason_with_advice() -> None:
+    """Dynamo then traces the functions that the forward calls: the converted model's are not among them."""
+    reasons = te_transform.inspect(nn.Sequential(Backbone(), nn.Linear(8, 8)), torch.ones(2, 8)).breaks
+    assert [reason for reason in reasons if "cannot capture" in reason] == [
+        "dynamo cannot capture a part of the forward (Observed exception): your own code runs there; traced, "
+        "it raises where yours does not: pass the arguments that it makes itself only if it is not traced, "
+        "such as attention_mask"
+    ]
+
+
 def test_a_reason_without_a_place_is_said_too() -> None:
     (only,) = explain_graphs([("", captured(Block(), torch.zeros(2, 8))[0])], ["Some reason.\n  Hint: none"])
     assert only == "dynamo cannot capture a part of the forward (Some reason): your own code runs there"

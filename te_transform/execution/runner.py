@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch._dynamo.eval_frame import skip_code
 from torch._dynamo.exc import SkipFrame
 from torch.utils._pytree import tree_leaves
 
@@ -424,6 +425,10 @@ def _restored(*arguments: Any) -> Runner:
     runner = Runner(*others)
     runner.precision = precision
     return runner
+
+
+# If dynamo cannot trace a forward, it traces the functions that the forward calls, such as this one.
+skip_code(Runner.call.__code__)
 
 
 class _OnStandIns(Exception):

@@ -30,7 +30,7 @@ TIMED = 3  # steps that are timed without the profiler
 # The timed steps are the first ones in a row that take alike: lazy initialization, captures, compilation and
 # the first scales are over by then. CUDA graphs are recorded after fewer steps than these.
 _ALIKE = 1.15  # the slowest of them, relative to the fastest
-_MOST, _MOST_COMPILED, _MOST_CONVERTED = 5, 6, 9  # steps, if no three take alike
+_MOST_EAGER, _MOST_COMPILED, _MOST_CONVERTED = 5, 6, 9  # steps, if no three take alike
 
 
 @dataclass
@@ -73,7 +73,7 @@ def record(model: nn.Module, samples: Sequence[Inputs]) -> RecordedSteps:
     with preserved(model), _own_gradients(model), graphs_only:
         most = _MOST_CONVERTED if runners(model) else _MOST_COMPILED
         if not (runners(model) or is_compiled_inside(model)):
-            most, recording.watch = _MOST - 1, Watch(ranges)
+            most, recording.watch = _MOST_EAGER - 1, Watch(ranges)
             with ranges.on(), recording.watch:
                 steps.run()
         compiled, seconds = [], []

@@ -27,6 +27,10 @@ _ADVICE = {
     "layerdrop": "set layerdrop to 0 in the model's config",
     "np.random.rand": "set apply_spec_augment=False if you do not need masking",
     "hidden_states.requires_grad": "call freeze_feature_encoder() if the convolutions are not trained",
+    "Observed exception": (
+        "traced, it raises where yours does not: pass the arguments that it makes itself only if it is not "
+        "traced, such as attention_mask"
+    ),
     "assert ": "python -O removes asserts, which leaves one graph",
     "Data-dependent": "select between tensors with torch.where(), or pass the condition as a Python bool",
     "Tensor.item()": "keep the value a tensor, or compute it before the forward and pass a Python number",
