@@ -77,7 +77,7 @@ def record(model: nn.Module, samples: Sequence[Inputs]) -> RecordedSteps:
             with ranges.on(), recording.watch:
                 steps.run()
         compiled, seconds = [], []
-        while len(seconds) < most and not all(gathered(_are_alike(seconds))):
+        while len(seconds) < most and not all(gathered(_take_alike(seconds))):
             compiled.append(get_compilation_metrics())
             seconds.append(steps.run())
         recording.seconds = seconds[-TIMED:]
@@ -87,7 +87,7 @@ def record(model: nn.Module, samples: Sequence[Inputs]) -> RecordedSteps:
     return recording
 
 
-def _are_alike(seconds: Sequence[float]) -> bool:
+def _take_alike(seconds: Sequence[float]) -> bool:
     """Return True if the last steps may be the timed ones."""
     last = seconds[-TIMED:]
     return len(last) == TIMED and max(last) <= _ALIKE * min(last)
