@@ -171,7 +171,7 @@ def test_weights_are_quantized_once_in_an_accumulation(te: object, model: nn.Mod
             out.float().square().sum().backward()
         assert stand_in.Base.quantized - before == 2
     kernels = [kernel for p in model.parameters() for kernel in state_of(p).kernels.values()]
-    assert not any(kernel.made._fp8_workspaces for kernel in kernels if kernel.made is not None)
+    assert not any(kernel.built._fp8_workspaces for kernel in kernels if kernel.built is not None)
 
 
 def test_weights_that_change_in_an_accumulation_are_quantized_anew(te: object, model: nn.Module) -> None:

@@ -341,7 +341,7 @@ def test_a_change_is_tried_on_the_same_shapes() -> None:
     made = model("written out")
     (finding,) = findings(Analysis(made, record(made, as_inputs(made, X))), tried)
     assert finding.basis == "measured"
-    assert len(tried.found) == 1
+    assert len(tried.shares) == 1
     assert tried.seconds < 60.0
 
 

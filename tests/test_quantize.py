@@ -45,7 +45,7 @@ def test_a_weight_is_its_rounded_values_to_everybody() -> None:
         nn.functional.linear(random(4, 32), held), nn.functional.linear(random(4, 32), exact(held))
     )
     assert torch.equal(held[2:4], rounded(weight)[2:4])
-    assert held.held.nbytes == weight.numel()
+    assert held.quantized.nbytes == weight.numel()
 
 
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
@@ -110,7 +110,7 @@ def test_joined_weights_are_rows_of_one_tensor() -> None:
     with torch.inference_mode():
         again = Join([])(*copies)
     assert is_fp8_only(again)
-    assert torch.equal(again.held, joined.held)
+    assert torch.equal(again.quantized, joined.quantized)
     assert Join([])(*copies) is again is not joined
     apart = [quantize_together([weight])[0] for weight in weights]  # of a scale each
     for others in (parts[:2], parts[::-1], [*parts[:2], nn.Parameter(weights[2])], apart):
@@ -138,12 +138,12 @@ WRITES: dict[str, Callable[[Tensor], None]] = {
 @pytest.mark.parametrize("write", WRITES)
 def test_writes_to_an_fp8_only_weight_are_quantized(write: str) -> None:
     (held,) = quantize_together([random(16, 32)])
-    before, version = exact(held), held.held._version
+    before, version = exact(held), held.quantized._version
     with torch.no_grad():
         WRITES[write](held)
     assert is_fp8_only(held)
     assert torch.equal(exact(held), rounded(before * 100))
-    assert held.held._version > version
+    assert held.quantized._version > version
 
 
 PARTS: dict[str, Callable[[Tensor], None]] = {
@@ -204,7 +204,7 @@ def test_readers_of_memory_get_the_values() -> None:
         assert torch.equal(torch.as_tensor(read(other)), values)
     assert torch.equal(exact(other.data.apply_(lambda x: -x)), -values)
     nn.ParameterList([one, other]).share_memory()
-    assert one.held.is_shared()
+    assert one.quantized.is_shared()
     assert torch.equal(exact(other), -values)
     assert is_fp8_only(Join([])(one, other))
 
@@ -231,7 +231,7 @@ def test_copies_hold_bytes_of_their_own(how: str) -> None:
     copied = COPIES[how](other)
     assert isinstance(copied, nn.Parameter)
     assert is_fp8_only(copied)
-    assert copied.held.untyped_storage().nbytes() == 16 * 32
+    assert copied.quantized.untyped_storage().nbytes() == 16 * 32
     before = exact(other).clone()
     with torch.no_grad():
         copied.copy_(torch.zeros(16, 32))

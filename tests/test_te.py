@@ -123,7 +123,7 @@ def test_computes_what_plain_pytorch_does(te: ModuleType, name: str) -> None:
     found, wanted = case.step(case.op, X), case.step(case.plain, X)
     assert close(found[0], wanted[0], 1e-2)
     assert all(close(f, w, 2e-2) for f, w in zip(found[1], wanted[1], strict=True))
-    assert (kernel_of(case).made is not None) == (type(case.op) is not te.Linear)
+    assert (kernel_of(case).built is not None) == (type(case.op) is not te.Linear)
 
 
 @pytest.mark.parametrize("name", ["norm linear", "rms linear", "mlp", "bare rms mlp", "gated mlp"])
@@ -134,7 +134,7 @@ def test_calls_that_gain_run_in_tes_modules(
     monkeypatch.setattr(limits, "break_even_rows", lambda *_: 0)
     case = Case(te, **CASES[name])
     case.step(case.op, X)
-    assert (kernel_of(case).made is not None) == (name == "gated mlp") == case.op.gains
+    assert (kernel_of(case).built is not None) == (name == "gated mlp") == case.op.gains
 
 
 def test_a_clamped_gate_needs_a_te_with_its_parameters(

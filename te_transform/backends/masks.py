@@ -36,18 +36,18 @@ class _Looked:
 
     Attributes:
         stamp: the version of the data.
-        held: a copy of the data, on the CPU.
+        copy: a copy of the data, on the CPU.
         maker: the id of the MaskOp that found it.
     """
 
     stamp: TensorVersion
-    held: Tensor | None
+    copy: Tensor | None
     answer: Answer
     maker: int
 
     def is_of(self, data: Tensor) -> bool:
         """Return True if the answer is valid for the current contents of this data."""
-        return self.stamp.is_of(data) and _holds(data, self.held)
+        return self.stamp.is_of(data) and _holds(data, self.copy)
 
 
 class KeptMasks(threading.local):
@@ -204,16 +204,16 @@ class LookedAt(GraphOp):
     def __init__(self, mask: MaskOp):
         super().__init__()
         self.mask = mask
-        self.made: dict[Answer, fx.GraphModule] = {None: mask.make}
+        self.graphs: dict[Answer, fx.GraphModule] = {None: mask.make}
 
     def forward(self, *arguments: Any) -> str | fx.GraphModule:
         """Return "causal" or "full", or otherwise the operations that compute the classified mask."""
         answer = self.mask.look(arguments)
         if answer in (CAUSAL, FULL):
             return answer
-        if answer not in self.made:
-            self.made[answer] = edit.passed_through(self.mask.make, 0, _classified, answer)
-        return self.made[answer]
+        if answer not in self.graphs:
+            self.graphs[answer] = edit.passed_through(self.mask.make, 0, _classified, answer)
+        return self.graphs[answer]
 
 
 def _classified(mask: Tensor, answer: Answer) -> Tensor | Banded | Seeing:

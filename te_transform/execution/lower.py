@@ -153,7 +153,7 @@ class _SharedCalls:
     """The calls that all layers make with the same arguments. The lowered graph makes each of them once."""
 
     def __init__(self) -> None:
-        self.made: dict[tuple, fx.Node] = {}
+        self.calls: dict[tuple, fx.Node] = {}
         self.views: dict[tuple, fx.Node] = {}
 
     def key(self, node: fx.Node, args: tuple, kwargs: dict[str, Any]) -> tuple:
@@ -178,7 +178,7 @@ class _Masks:
     """
 
     def __init__(self, captured: fx.Graph, written: set[str]):
-        self.made: dict[tuple[fx.Node, bool], fx.Node] = {}
+        self.calls: dict[tuple[fx.Node, bool], fx.Node] = {}
         self.kept = KeptMasks(set())
         self.in_modes = any("autocast" in called(node) for node in captured.nodes)
         self.written = written
@@ -281,7 +281,7 @@ class _Lowering:
         """Return the graph as a compiled module."""
         edit.erase_cascade(self.graph, self.added, set())
         self.graph.lint()
-        masks = [node for node in self.graph.nodes if node in self.masks.made.values()]
+        masks = [node for node in self.graph.nodes if node in self.masks.calls.values()]
         for node in masks[:-1]:
             self.module.get_submodule(node.target).is_last = False
         self.module.recompile()
@@ -338,12 +338,12 @@ class _Lowering:
             # all layers share a mask, which is computed and classified once; if floating-point, once per mode
             key = self.shared.key(node, args, kwargs)
             shared = is_tensor_node(node) and not is_random(node) and not self._reads_written(args)
-            if shared and key in self.shared.made:
-                return self.shared.made[key]
+            if shared and key in self.shared.calls:
+                return self.shared.calls[key]
             call = edit.insert_call(self.graph, at, node.target, args, kwargs, like=node)
             self.added[call] = None
             if shared:
-                self.shared.made[key] = call
+                self.shared.calls[key] = call
             return call
         name = f"join_{at.name}_{len(copies)}"
         self.module.add_submodule(name, Join(self.scattered))
@@ -372,13 +372,13 @@ class _Lowering:
 
     def _proved(self, mask: fx.Node, hidden: fx.Node | None, at: fx.Node, beside_sinks: bool) -> fx.Node:
         known = mask, beside_sinks
-        if known not in self.masks.made:
+        if known not in self.masks.calls:
             make, inputs = edit.extract(self.module, [mask] if hidden is None else [mask, hidden], ())
             if not self.masks.are_provable(make, inputs):
                 return mask
-            name = f"mask_{len(self.masks.made)}"
+            name = f"mask_{len(self.masks.calls)}"
             stored = [is_model_tensor(node) for node in inputs]
             self.module.add_submodule(name, MaskOp(make, stored, beside_sinks, self.masks.kept))
-            self.masks.made[known] = edit.insert_call(self.graph, at, name, inputs, like=mask)
+            self.masks.calls[known] = edit.insert_call(self.graph, at, name, inputs, like=mask)
             self.added[mask] = None
-        return self.masks.made[known]
+        return self.masks.calls[known]

@@ -83,26 +83,26 @@ class _Results:
 
     function: Function
     trained: Sequence[int]  # the indices of the arguments that need a gradient
-    held: Sequence[Any]  # the arguments; those that are not static are copies
+    arguments: Sequence[Any]  # the arguments; those that are not static are copies
     seeds: Mapping[int, Tensor]  # the gradients of outputs, by the indices of the outputs
     expected: Sequence[Any]  # the outputs and the gradients of the trained arguments
 
     def distances(self, compute: Callable[[], Sequence[Any]]) -> list[float]:
         """Return how far the results that a function computes are from these."""
-        with as_it_was(self.held, self.function.changes):
+        with as_it_was(self.arguments, self.function.changes):
             return [*map(distance, compute(), self.expected)]
 
     def replay(self, recorded: Any, arguments: Sequence[Any]) -> list[Any]:
         """Return the results of a recording."""
         recorded.gradients.is_free(())
-        results = recorded.outputs.assemble(recorded.forward(arguments), self.held)
+        results = recorded.outputs.assemble(recorded.forward(arguments), self.arguments)
         if self.trained:
             results += recorded.backward([self.seeds.get(index) for index in recorded.outputs.tensors])
         return results
 
     def rerun(self) -> list[Any]:
         """Return the results of another run of the function, with perturbed gradients."""
-        outputs, trained = call_on_views(self.function.run, self.held, self.trained)
+        outputs, trained = call_on_views(self.function.run, self.arguments, self.trained)
         return _with_gradients(outputs, trained, {i: _rounded_otherwise(s) for i, s in self.seeds.items()})
 
 

@@ -45,25 +45,25 @@ class _WithoutMemory(Tensor):
 
 
 class FP8Weight(_WithoutMemory, FP8Only):
-    """A tensor of `dtype` whose values are `held * inverse`."""
+    """A tensor of `dtype` whose values are `quantized * inverse`."""
 
     @staticmethod
     def __new__(
-        cls, held: Tensor, inverse: Tensor, dtype: torch.dtype, whole: FP8Weight | None = None
+        cls, quantized: Tensor, inverse: Tensor, dtype: torch.dtype, whole: FP8Weight | None = None
     ) -> FP8Weight:
-        like = {"strides": held.stride(), "dtype": dtype, "device": held.device}
-        made = Tensor._make_wrapper_subclass(cls, held.shape, **like)
-        made.held, made.inverse, made.whole, made.by_rows = held, inverse, whole, None
-        return made
+        like = {"strides": quantized.stride(), "dtype": dtype, "device": quantized.device}
+        tensor = Tensor._make_wrapper_subclass(cls, quantized.shape, **like)
+        tensor.quantized, tensor.inverse, tensor.whole, tensor.by_rows = quantized, inverse, whole, None
+        return tensor
 
     def __init__(self, *_: Any): ...
 
     def dequantize(self) -> Tensor:
-        return (self.held.view(FORMAT).float() * self.inverse).to(self.dtype)
+        return (self.quantized.view(FORMAT).float() * self.inverse).to(self.dtype)
 
     def share_memory_(self) -> FP8Weight:
         """Share the memory with other processes."""
-        self.held.share_memory_()
+        self.quantized.share_memory_()
         self.inverse.share_memory_()
         return self
 
@@ -78,12 +78,12 @@ class FP8Weight(_WithoutMemory, FP8Only):
             return self
         if self.whole is not None:
             all_values = self.whole.dequantize()
-            start = (self.held.data_ptr() - self.whole.held.data_ptr()) // self.held.stride(0)
+            start = (self.quantized.data_ptr() - self.whole.quantized.data_ptr()) // self.quantized.stride(0)
             all_values[start : start + len(self)] = values
             self.whole.quantize_(all_values)
             return self
         rounded, inverse = _rounded_to_fp8(values.to(self.device))
-        for own, new in ((self.held, rounded), (self.inverse, inverse)):
+        for own, new in ((self.quantized, rounded), (self.inverse, inverse)):
             own.copy_(new)
             increment_version(own)  # __torch_dispatch__ runs below autograd, which counts versions
         return self
@@ -128,46 +128,48 @@ class FP8Weight(_WithoutMemory, FP8Only):
     def _dispatched(cls, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         first = args[0] if args else None
         if func in _SAME:
-            return FP8Weight(first.held, first.inverse, first.dtype, first.whole)
-        if func is _aten.t.default and first.held.is_contiguous():
-            made = FP8Weight(first.held.t(), first.inverse, first.dtype)
-            made.by_rows = first
-            return made
-        if (made := _few_rows_product(func, args)) is not None:
-            return made
+            return FP8Weight(first.quantized, first.inverse, first.dtype, first.whole)
+        if func is _aten.t.default and first.quantized.is_contiguous():
+            transposed = FP8Weight(first.quantized.t(), first.inverse, first.dtype)
+            transposed.by_rows = first
+            return transposed
+        if (product := _few_rows_product(func, args)) is not None:
+            return product
         if func is _aten.copy_.default and isinstance(first, FP8Weight):
             return first.quantize_(exact(args[1]))
         if func is _aten._to_copy.default and kwargs.get("layout") is None:
             device, dtype = kwargs.get("device", first.device), kwargs.get("dtype") or first.dtype
-            return FP8Weight(first.held.to(device, copy=True), first.inverse.to(device, copy=True), dtype)
+            return FP8Weight(
+                first.quantized.to(device, copy=True), first.inverse.to(device, copy=True), dtype
+            )
         if func is _aten.clone.default:
-            return FP8Weight(first.held.clone(), first.inverse.clone(), first.dtype)
+            return FP8Weight(first.quantized.clone(), first.inverse.clone(), first.dtype)
         plain, named = tree_map_only(FP8Weight, FP8Weight.dequantize, (args, kwargs))
         out = func(*plain, **named)
         if func._schema.is_mutable:
             written = zip(_written(func, args, kwargs), _written(func, plain, named), strict=True)
-            held = {id(new): own.quantize_(new) for own, new in written if isinstance(own, FP8Weight)}
-            out = tree_map_only(Tensor, lambda tensor: held.get(id(tensor), tensor), out)
+            requantized = {id(new): own.quantize_(new) for own, new in written if isinstance(own, FP8Weight)}
+            out = tree_map_only(Tensor, lambda tensor: requantized.get(id(tensor), tensor), out)
         return _to_read(out) if func.is_view else out
 
     def __tensor_flatten__(self) -> tuple[list[str], torch.dtype]:
-        return ["held", "inverse"], self.dtype
+        return ["quantized", "inverse"], self.dtype
 
     @staticmethod
     def __tensor_unflatten__(
         inner: dict[str, Tensor], dtype: torch.dtype, size: Any, stride: Any
     ) -> FP8Weight:
-        return FP8Weight(inner["held"], inner["inverse"], dtype)
+        return FP8Weight(inner["quantized"], inner["inverse"], dtype)
 
     def __deepcopy__(self, memo: dict) -> Tensor:
         twin = _new_weight(
-            self.held.clone(), self.inverse.clone(), self.dtype, isinstance(self, nn.Parameter)
+            self.quantized.clone(), self.inverse.clone(), self.dtype, isinstance(self, nn.Parameter)
         )
         memo[id(self)] = twin
         return twin
 
     def __reduce_ex__(self, protocol: Any) -> tuple:
-        return _new_weight, (self.held.clone(), self.inverse, self.dtype, isinstance(self, nn.Parameter))
+        return _new_weight, (self.quantized.clone(), self.inverse, self.dtype, isinstance(self, nn.Parameter))
 
     def __repr__(self, **_: Any) -> str:
         return f"{self.dequantize()!r}, held in FP8"
@@ -253,12 +255,12 @@ def _few_rows_product(func: Any, args: tuple) -> Tensor | None:
         return None
     if bias is not None and bias.dim() != 1:
         return None
-    out = few_rows.op(x.reshape(-1, x.shape[-1]), weight.held, weight.inverse, bias)
+    out = few_rows.op(x.reshape(-1, x.shape[-1]), weight.quantized, weight.inverse, bias)
     return out.reshape(*x.shape[:-1], -1)
 
 
-def _new_weight(held: Tensor, inverse: Tensor, dtype: torch.dtype, is_parameter: bool) -> Tensor:
-    tensor = FP8Weight(held, inverse, dtype)
+def _new_weight(quantized: Tensor, inverse: Tensor, dtype: torch.dtype, is_parameter: bool) -> Tensor:
+    tensor = FP8Weight(quantized, inverse, dtype)
     return nn.Parameter(tensor, requires_grad=False) if is_parameter else tensor
 
 
@@ -282,7 +284,7 @@ def _rounded_together(weights: Sequence[Tensor]) -> list[nn.Parameter]:
     whole = FP8Weight(*_rounded_to_fp8(torch.cat([weight.detach() for weight in weights])), weights[0].dtype)
     if len(weights) == 1:
         return [nn.Parameter(whole, requires_grad=False)]
-    parts = whole.held.split([len(weight) for weight in weights])
+    parts = whole.quantized.split([len(weight) for weight in weights])
     return [
         nn.Parameter(FP8Weight(part, whole.inverse, whole.dtype, whole), requires_grad=False)
         for part in parts

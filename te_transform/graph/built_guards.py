@@ -22,16 +22,16 @@ def built_patches() -> Iterator[Patch]:
 
 def _guard_numbers(self: Any, guard: Guard, *_: Any, **__: Any) -> None:
     """Guard the signs of zeros, and the types of numbers in a tuple. EQUALS_MATCH guards the value's type."""
-    held = self.get(guard)
-    if isinstance(held, (complex, tuple, frozenset)) or (isinstance(held, float) and held == 0.0):
-        text, manager = _exact_text(held), self.get_guard_manager(guard)
-        told = description(f"exact_text({guard.name})", text)
-        add_guard(manager, guard, lambda held: _exact_text(held) == text, told)
+    value = self.get(guard)
+    if isinstance(value, (complex, tuple, frozenset)) or (isinstance(value, float) and value == 0.0):
+        text, manager = _exact_text(value), self.get_guard_manager(guard)
+        code_part = description(f"exact_text({guard.name})", text)
+        add_guard(manager, guard, lambda value: _exact_text(value) == text, code_part)
 
 
-def _exact_text(held: Any) -> Hashable:
+def _exact_text(value: Any) -> Hashable:
     """Return text that differs for 1, 1.0 and True, and for 0.0 and -0.0, which are equal."""
-    return frozenset(map(repr, held)) if isinstance(held, frozenset) else repr(held)
+    return frozenset(map(repr, value)) if isinstance(value, frozenset) else repr(value)
 
 
 def _guard_no_hooks(own: Callable[..., Any]) -> Callable[..., Any]:
@@ -44,14 +44,14 @@ def _guard_no_hooks(own: Callable[..., Any]) -> Callable[..., Any]:
         if not _has_no_hooks(attributes):
             own(self, guard)
             return
-        told = f"not ({module.name}._forward_hooks or other hooks)"
-        if told in self.already_added_code_parts:
+        code_part = f"not ({module.name}._forward_hooks or other hooks)"
+        if code_part in self.already_added_code_parts:
             return
-        self.already_added_code_parts.add(told)
+        self.already_added_code_parts.add(code_part)
         manager = self.get_guard_manager_from_source(module).get_generic_dict_manager(
             f"{module.name}.__dict__", attributes, GuardManagerType.GUARD_MANAGER
         )
-        add_guard(manager, guard, _has_no_hooks, told)
+        add_guard(manager, guard, _has_no_hooks, code_part)
 
     return guard_hooks
 
@@ -82,6 +82,6 @@ def _has_order(own: Callable[..., bool]) -> Callable[..., bool]:
     return is_guarded
 
 
-def _is_empty(held: Any) -> bool:
+def _is_empty(value: Any) -> bool:
     """Return True for a dict with attributes and without keys; do not run user code."""
-    return isinstance(held, dict) and bool(type(held).__dictoffset__) and dict.__len__(held) == 0
+    return isinstance(value, dict) and bool(type(value).__dictoffset__) and dict.__len__(value) == 0

@@ -46,10 +46,10 @@ def has_users_class(variable: VariableTracker) -> bool:
     return variable.source is not None or getattr(variable, "cls_source", None) is not None
 
 
-def guard_class_attribute(held: Any, name: str) -> None:
-    """Guard that the class of `held` keeps its current method, property or value under `name`."""
-    if isinstance(held, type) or name not in getattr(held, "__dict__", ()):
-        _guard_definition(classes_of(held), name)
+def guard_class_attribute(value: Any, name: str) -> None:
+    """Guard that the class of `value` keeps its current method, property or value under `name`."""
+    if isinstance(value, type) or name not in getattr(value, "__dict__", ()):
+        _guard_definition(classes_of(value), name)
 
 
 def _check_construction(variable: Any, *_: Any, **__: Any) -> None:
@@ -69,8 +69,8 @@ def _check_truth(_: Any, value: Any, *__: Any, **___: Any) -> None:
 
     Dynamo does not call the method.
     """
-    found = getattr(type(value), "__bool__", None)
-    if isinstance(value, _TRUE_BY_VALUE) and isfunction(found) and found.__module__ != "enum":
+    method = getattr(type(value), "__bool__", None)
+    if isinstance(value, _TRUE_BY_VALUE) and isfunction(method) and method.__module__ != "enum":
         leave_to_user(f"dynamo does not call the __bool__ that {type(value).__name__} defines")
 
 
@@ -91,8 +91,8 @@ def _truth_by_length(own: Callable[..., Any]) -> Callable[..., Any]:
     return look_up
 
 
-def _is_not_empty(held: Any) -> bool:
-    return len(held) > 0
+def _is_not_empty(items: Any) -> bool:
+    return len(items) > 0
 
 
 def _guard_definition(mro: tuple[type, ...], name: str) -> None:
@@ -101,13 +101,13 @@ def _guard_definition(mro: tuple[type, ...], name: str) -> None:
         return  # an attribute of the object, such as a parameter
     read = _attributes_read()
     read.update({(base, name): _MISSING for base in mro[:home]})
-    if hasattr(type(found := vars(mro[home])[name]), "__get__"):  # dynamo guards values itself
-        read[mro[home], name] = found
+    if hasattr(type(definition := vars(mro[home])[name]), "__get__"):  # dynamo guards values itself
+        read[mro[home], name] = definition
 
 
-def guard_missing_name(held: Any, name: str) -> bool:
-    """Guard that no class of `held` defines `name`. Return False if a class defines it."""
-    mro = classes_of(held)
+def guard_missing_name(value: Any, name: str) -> bool:
+    """Guard that no class of `value` defines `name`. Return False if a class defines it."""
+    mro = classes_of(value)
     if any(name in vars(base) for base in mro):
         return False
     read = _attributes_read()
@@ -124,7 +124,7 @@ def _guard_special_methods(variable: Any, value: Any, *_: Any, **__: Any) -> Non
     if (mro[0], "__mro__") in read or not _is_users(mro[0], "forward"):
         return
     read[mro[0], "__mro__"] = mro[0].__mro__
-    named = ((base, name) for base in mro for name, found in vars(base).items() if isfunction(found))
+    named = ((base, name) for base in mro for name, attribute in vars(base).items() if isfunction(attribute))
     for name in {name for base, name in named if _is_special(name) and _is_users(base, name)}:
         _guard_definition(mro, name)
 
@@ -138,9 +138,9 @@ def _special_names(base: type) -> frozenset[str]:
     return frozenset(filter(_is_special, vars(base)))
 
 
-def classes_of(held: Any) -> tuple[type, ...]:
+def classes_of(value: Any) -> tuple[type, ...]:
     """Return the classes that attribute lookup on an object or a class searches, in order."""
-    return (*held.__mro__, *type(held).__mro__) if isinstance(held, type) else type(held).__mro__
+    return (*value.__mro__, *type(value).__mro__) if isinstance(value, type) else type(value).__mro__
 
 
 def _is_users(base: type, name: str) -> bool:
@@ -162,8 +162,8 @@ def _same_classes(builder: Any, guard: Guard, notes: _Read) -> None:
 
     Built-in functions loop over classes and functions, because each call runs the guard.
     """
-    orders = {base: found for (base, name), found in notes.items() if name == "__mro__"}
-    attributes = {key: found for key, found in notes.items() if key[1] != "__mro__"}
+    orders = {base: order for (base, name), order in notes.items() if name == "__mro__"}
+    attributes = {key: attribute for key, attribute in notes.items() if key[1] != "__mro__"}
     bases, mros = list(orders), list(orders.values())
     define_the_same = _same_attributes(attributes, {base for mro in mros for base in mro})
     have_same_code = _same_functions(list(filter(isfunction, attributes.values())))
@@ -171,8 +171,8 @@ def _same_classes(builder: Any, guard: Guard, notes: _Read) -> None:
     def are_same(_: Any) -> bool:
         return list(map(_MRO_OF, bases)) == mros and define_the_same() and have_same_code()
 
-    told = f"classes define the same {sorted({name for _, name in attributes})}"
-    add_guard(builder.guard_manager.root, guard, are_same, told)
+    code_part = f"classes define the same {sorted({name for _, name in attributes})}"
+    add_guard(builder.guard_manager.root, guard, are_same, code_part)
 
 
 def _same_attributes(read: dict[tuple[type, str], Any], bases: set[type]) -> Callable[[], bool]:
@@ -182,7 +182,7 @@ def _same_attributes(read: dict[tuple[type, str], Any], bases: set[type]) -> Cal
     dicts = gc.get_referents(*map(vars, {base: None for base, _ in read} | special))
 
     def define_the_same() -> bool:
-        if any(vars(base).get(name, _MISSING) is not found for (base, name), found in read.items()):
+        if any(vars(base).get(name, _MISSING) is not attribute for (base, name), attribute in read.items()):
             return False
         return all(_special_names(base) == names for base, names in special.items())
 

@@ -52,14 +52,14 @@ class Items(Content):
     class.
     """
 
-    __slots__ = ("base", "held", "keys")
+    __slots__ = ("base", "items", "keys")
 
     def __init__(self, value: Any):
         super().__init__(value)
         kind = type(value)
         self.base = kind if kind in _CONTAINERS else next(b for b in _CONTAINERS if issubclass(kind, b))
-        self.keys, self.held = self._now()
-        self.inside = (*self.keys, *self.held)
+        self.keys, self.items = self._now()
+        self.inside = (*self.keys, *self.items)
 
     def _now(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         base, value = self.base, self.value
@@ -69,8 +69,8 @@ class Items(Content):
 
     def put_back(self) -> None:
         keys, items = self._now()
-        if not (are_the_same(keys, self.keys) and are_the_same(items, self.held)):
-            self._fill(self.held)
+        if not (are_the_same(keys, self.keys) and are_the_same(items, self.items)):
+            self._fill(self.items)
 
     def _fill(self, items: Iterable[Any]) -> None:
         self.value.clear()
@@ -81,11 +81,11 @@ class Items(Content):
             (self.base.update if self.base is set else self.base.extend)(self.value, items)
 
     def lend(self, copies: Mapping[int, Any]) -> None:
-        self._fill([copies.get(id(item), item) for item in self.held])
+        self._fill([copies.get(id(item), item) for item in self.items])
 
     def label(self, inside: Any) -> str:
-        keys = self.keys or range(len(self.held))
-        return next((f"[{k!r}]" for k, item in zip(keys, self.held, strict=True) if item is inside), "")
+        keys = self.keys or range(len(self.items))
+        return next((f"[{k!r}]" for k, item in zip(keys, self.items, strict=True) if item is inside), "")
 
 
 class Leads(Content):

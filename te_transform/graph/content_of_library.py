@@ -309,10 +309,10 @@ def kind_of(kind: type) -> Callable[[Any], Content | None] | None:
     """Return the function that takes a snapshot of objects of a C class, or None if there is none."""
     if home_of(kind) in _HANDLES:
         return _of_handle
-    found = next((content for kinds, content in _LIBRARY_READERS if issubclass(kind, kinds)), None)
-    if found is None and (numpy := sys.modules.get("numpy")) is not None:
-        found = _reader_of_numpy(kind, numpy)
+    reader = next((content for kinds, content in _LIBRARY_READERS if issubclass(kind, kinds)), None)
+    if reader is None and (numpy := sys.modules.get("numpy")) is not None:
+        reader = _reader_of_numpy(kind, numpy)
     is_in_c = home_of(kind).partition(".")[0] in ("builtins", "itertools", "_csv", "torch")
-    if found is None and ((is_in_c and hasattr(kind, "__next__")) or hasattr(kind, "hexdigest")):
-        found = copied
-    return found
+    if reader is None and ((is_in_c and hasattr(kind, "__next__")) or hasattr(kind, "hexdigest")):
+        reader = copied
+    return reader

@@ -78,5 +78,5 @@ def _find_the_same(builder: Any, guard: Guard, notes: _LookedUp) -> None:
         return all(sys.modules.get(name) is module for name, module in imported)
 
     unchanged = while_unchanged([*notes.globals.values(), sys.modules], is_same)
-    told = f"no global variable hides a builtin, and {sorted(notes.modules)} are the same modules"
-    add_guard(builder.guard_manager.root, guard, lambda _: unchanged(), told)
+    code_part = f"no global variable hides a builtin, and {sorted(notes.modules)} are the same modules"
+    add_guard(builder.guard_manager.root, guard, lambda _: unchanged(), code_part)

@@ -81,11 +81,11 @@ def _one_object_in_two_places(own: Callable[..., Any]) -> Callable[..., Any]:
     """Guard that an argument and a global variable stay one object, where dynamo has no guard."""
 
     @functools.wraps(own)
-    def guard(found: Source, known: Source | None) -> Any:
-        made = own(found, known)
-        if made is None and known is not None and known != found:
-            _guard_identity(found, known)
-        return made
+    def guard(source: Source, known: Source | None) -> Any:
+        guard_of_duplicate = own(source, known)
+        if guard_of_duplicate is None and known is not None and known != source:
+            _guard_identity(source, known)
+        return guard_of_duplicate
 
     return guard
 
@@ -100,8 +100,8 @@ class _Compared:
 
     def names(self, builder: Any) -> list[str]:
         """Return the names of compared objects, and of all objects of changed classes."""
-        found = {*self.sources, *(v.source for v in self.tracked if _class_of(v) in self.changed)}
-        names = sorted({source.name for source in found})
+        sources = {*self.sources, *(v.source for v in self.tracked if _class_of(v) in self.changed)}
+        names = sorted({source.name for source in sources})
         shared = [name for name in names if name.rpartition(".")[2] not in _OF_MODULES]
         return [name for name in shared if not isinstance(value_of(builder, name), _GUARDED)]
 
@@ -138,7 +138,7 @@ def _same_objects(builder: Any, guard: Guard, notes: _Compared) -> None:
         guard_at_root(builder, guard, f"({', '.join(names)})", _firsts, f"identities of {len(names)} objects")
 
 
-def _firsts(held: Iterable[Any]) -> tuple[int, ...]:
+def _firsts(values: Iterable[Any]) -> tuple[int, ...]:
     """Return, for each object, the index at which it is found first."""
     indices: dict[int, int] = {}
-    return tuple(indices.setdefault(id(value), index) for index, value in enumerate(held))
+    return tuple(indices.setdefault(id(value), index) for index, value in enumerate(values))

@@ -327,13 +327,13 @@ def _candidates(model: nn.Module, batch: int, length: int, most: int) -> list[In
     named = denoiser_arguments(model, batch, length)
     denoised = [] if named is None else [Inputs((), named)]
     by_position = _by_position(model, batch, length, most, like)
-    found = [*denoised, *by_position, *_as_dict(model, batch, length, most)]
-    if not found:
+    candidates = [*denoised, *by_position, *_as_dict(model, batch, length, most)]
+    if not candidates:
         raise InputError(
             f"expected example inputs, got none, and none can be generated for {type(model).__name__}."
             f"forward({_parameters_text(model)}); {_ASK}"
         )
-    return found
+    return candidates
 
 
 def _by_position(model: nn.Module, batch: int, length: int, most: int, like: torch.Tensor) -> list[Inputs]:

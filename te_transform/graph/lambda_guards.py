@@ -28,9 +28,9 @@ def notes_of_capture(kind: type[Notes], build: Callable[[Any, Guard, Notes], Non
     return taken[kind]
 
 
-def add_guard(manager: Any, guard: Guard, is_same: Callable[[Any], bool], told: str) -> None:
-    """Add a guard that calls `is_same` with the manager's value; `told` describes it in messages."""
-    manager.add_lambda_guard(is_same, guards.get_verbose_code_parts([told], guard), guard.user_stack)
+def add_guard(manager: Any, guard: Guard, is_same: Callable[[Any], bool], code_part: str) -> None:
+    """Add a guard that calls `is_same` with the manager's value; `code_part` describes it in messages."""
+    manager.add_lambda_guard(is_same, guards.get_verbose_code_parts([code_part], guard), guard.user_stack)
 
 
 def while_unchanged(dicts: list[dict[Any, Any]], is_same: Callable[[], bool]) -> Callable[[], bool]:
@@ -50,7 +50,9 @@ def while_unchanged(dicts: list[dict[Any, Any]], is_same: Callable[[], bool]) ->
     return ask
 
 
-def guard_at_root(builder: Any, guard: Guard, name: str, ask: Callable[[Any], Hashable], told: str) -> None:
+def guard_at_root(
+    builder: Any, guard: Guard, name: str, ask: Callable[[Any], Hashable], question: str
+) -> None:
     """Guard the current answer of `ask` for the value of an expression such as "L['self'].held"."""
     code, known = compile(name, "<guard>", "eval"), _globals_of(builder)
     answer = ask(value_of(builder, name))
@@ -61,7 +63,7 @@ def guard_at_root(builder: Any, guard: Guard, name: str, ask: Callable[[Any], Ha
         except Exception:  # the value is not where it was
             return False
 
-    add_guard(builder.guard_manager.root, guard, is_same, description(told, answer))
+    add_guard(builder.guard_manager.root, guard, is_same, description(question, answer))
 
 
 def description(question: str, answer: Hashable) -> str:

@@ -52,9 +52,9 @@ def _equal_keys(own: Callable[..., bool]) -> Callable[..., bool]:
 
     @functools.wraps(own)
     def is_equal(self: Any, other: VariableTracker) -> bool:
-        found = own(self, other)
-        if found or not isfunction(type(self.value).__eq__):
-            return found
+        is_same = own(self, other)
+        if is_same or not isfunction(type(self.value).__eq__):
+            return is_same
         equal = _equals(InstructionTranslator.current_tx(), self, other)
         return bool(specialize_symnode(equal).as_python_constant())
 
@@ -67,13 +67,13 @@ def _compare_all_items(own: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(own)
     def contains(items: Iterable[Any], search: VariableTracker, tx: Any, *rest: Any, **named: Any) -> Any:
         items = [item.realize() for item in items]
-        found = own(items, search, tx, *rest, **named)
-        if not search.is_python_constant() or found.as_python_constant():
-            return found
+        is_contained = own(items, search, tx, *rest, **named)
+        if not search.is_python_constant() or is_contained.as_python_constant():
+            return is_contained
         for item in items:
             if _may_equal(item, search.as_python_constant()):
-                found = _or(tx, found, _equals(tx, item, search))
-        return found
+                is_contained = _or(tx, is_contained, _equals(tx, item, search))
+        return is_contained
 
     return contains
 

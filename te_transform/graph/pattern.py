@@ -44,10 +44,10 @@ class Match:
 
 @dataclass(frozen=True)
 class Miss:
-    """A failed match: the nodes that matched, root first, and the value `found` instead of `wanted`."""
+    """A failed match: the nodes that matched, root first, and the `value` instead of `wanted`."""
 
     nodes: tuple[fx.Node, ...]
-    found: Any
+    value: Any
     wanted: Pattern
 
 

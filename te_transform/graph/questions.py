@@ -136,27 +136,27 @@ def _same_answer(builder: Any, guard: Guard, ask: functools.partial[Hashable]) -
     Dynamo's own guards for missing keys are faster. The manager of a dict whose order of keys is guarded
     takes no other guard. The root takes it there.
     """
-    held = builder.get(guard) if guard.name else None  # a question about the process has no object
-    if _guard_missing_key(builder, guard, held, ask):
+    value = builder.get(guard) if guard.name else None  # a question about the process has no object
+    if _guard_missing_key(builder, guard, value, ask):
         return
-    manager, told = builder.get_guard_manager(guard), _question(ask, guard.name)
+    manager, question = builder.get_guard_manager(guard), _question(ask, guard.name)
     if isinstance(manager, guards.DictGuardManager):
-        guard_at_root(builder, guard, guard.name, ask, told)
+        guard_at_root(builder, guard, guard.name, ask, question)
         return
-    answer = ask(held)
-    add_guard(manager, guard, lambda held: ask(held) == answer, description(told, answer))
+    answer = ask(value)
+    add_guard(manager, guard, lambda value: ask(value) == answer, description(question, answer))
 
 
-def _guard_missing_key(builder: Any, guard: Guard, held: Any, ask: functools.partial[Hashable]) -> bool:
+def _guard_missing_key(builder: Any, guard: Guard, value: Any, ask: functools.partial[Hashable]) -> bool:
     """Build dynamo's guard for a key that a dict lacks. Return False if the question is another one."""
-    home = _own_dict(held) if ask.func is _holds_name else held if ask.func is _holds_key else None
+    home = _own_dict(value) if ask.func is _holds_name else value if ask.func is _holds_key else None
     if type(home) is not dict or (key := ask.keywords["key"]) in home:
         return False
     if ask.func is _holds_name:
         builder.NOT_PRESENT_IN_GENERIC_DICT(guard, attr=key)
         return True
-    told = guards.get_verbose_code_parts(f"not ___dict_contains({key!r}, {guard.name})", guard)
-    builder.get_guard_manager(guard).add_dict_contains_guard(False, key, told, guard.user_stack)
+    code_parts = guards.get_verbose_code_parts(f"not ___dict_contains({key!r}, {guard.name})", guard)
+    builder.get_guard_manager(guard).add_dict_contains_guard(False, key, code_parts, guard.user_stack)
     return True
 
 
@@ -168,62 +168,62 @@ def _question(ask: functools.partial[Hashable], name: str) -> str:
 # The questions
 
 
-def _has_attribute(held: Any, key: str) -> bool:
+def _has_attribute(value: Any, key: str) -> bool:
     """Return True if attribute lookup finds `key` on an object; do not run user code."""
-    if any(key in home for home in _dicts_of(held).values()):
+    if any(key in home for home in _dicts_of(value).values()):
         return True
-    mro = classes_of(held)
-    found = next((vars(base)[key] for base in mro if key in vars(base)), None)
-    if not isinstance(found, MemberDescriptorType):
+    mro = classes_of(value)
+    attribute = next((vars(base)[key] for base in mro if key in vars(base)), None)
+    if not isinstance(attribute, MemberDescriptorType):
         return any(key in vars(base) for base in mro)
     try:  # a slot may be empty
-        found.__get__(held)
+        attribute.__get__(value)
     except AttributeError:
         return False
     return True
 
 
-def _dicts_of(held: Any) -> dict[str, Mapping[str, Any]]:
+def _dicts_of(value: Any) -> dict[str, Mapping[str, Any]]:
     """Return the dicts of an object that attribute lookup reads, by name."""
-    own = _own_dict(held)
-    homes = ("_parameters", "_buffers", "_modules") if isinstance(held, nn.Module) else ()
+    own = _own_dict(value)
+    homes = ("_parameters", "_buffers", "_modules") if isinstance(value, nn.Module) else ()
     return {"__dict__": own} | {home: own[home] for home in homes if own.get(home) is not None}
 
 
-def _own_dict(held: Any) -> Mapping[str, Any]:
+def _own_dict(value: Any) -> Mapping[str, Any]:
     """Return the `__dict__` of an object, or an empty one; do not run user code."""
     try:
-        return object.__getattribute__(held, "__dict__")
+        return object.__getattribute__(value, "__dict__")
     except AttributeError:
         return {}
 
 
-def _holds_name(held: Any, key: str) -> bool:
-    return key in _own_dict(held)
+def _holds_name(value: Any, key: str) -> bool:
+    return key in _own_dict(value)
 
 
-def _names_held(held: Any) -> Hashable:
-    return tuple(vars(held))
+def _names_held(value: Any) -> Hashable:
+    return tuple(vars(value))
 
 
-def _holds_key(held: Any, key: Any) -> bool:
-    return key in held
+def _holds_key(container: Any, key: Any) -> bool:
+    return key in container
 
 
-def _value_of_key(held: Any, key: Any) -> Hashable:
-    return held.get(key)
+def _value_of_key(container: Any, key: Any) -> Hashable:
+    return container.get(key)
 
 
-def _is_instance(held: Any, classes: Any) -> bool:
-    return isinstance(held, classes)
+def _is_instance(value: Any, classes: Any) -> bool:
+    return isinstance(value, classes)
 
 
-def _value_of_attribute(held: Any, key: str) -> Hashable:
-    return getattr(held, key)
+def _value_of_attribute(value: Any, key: str) -> Hashable:
+    return getattr(value, key)
 
 
-def _random_state(held: random.Random) -> Hashable:
-    return held.getstate()
+def _random_state(generator: random.Random) -> Hashable:
+    return generator.getstate()
 
 
 def _process_says(
@@ -235,8 +235,8 @@ def _process_says(
         return type(error)
 
 
-def _keys_in_order(held: Any) -> Hashable:
-    keys, types = tuple(held), tuple(map(type, held))
+def _keys_in_order(container: Any) -> Hashable:
+    keys, types = tuple(container), tuple(map(type, container))
     is_plain = COMPARED_BY_VALUE.issuperset(types)
     return keys if is_plain else tuple(map(hash, keys)), types
 
@@ -296,7 +296,7 @@ def _attribute_lookup(own: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(own)
     def look_up(self: VariableTracker, tx: Any, name: str) -> Any:
         try:
-            found = own(self, tx, name)
+            attribute = own(self, tx, name)
         except ObservedAttributeError:
             _guard_attribute(self, name)
             raise
@@ -305,21 +305,23 @@ def _attribute_lookup(own: Callable[..., Any]) -> Callable[..., Any]:
         if isinstance(self, TensorVariable) and self.source is not None:
             _guard_autograd(self, name)
         if isinstance(self, UserDefinedClassVariable) and self.source:
-            found = _value_of_metaclass(self, tx, name, found)
+            attribute = _value_of_metaclass(self, tx, name, attribute)
             if not IS_2_13:
-                _guard_class_constant(AttrSource(self.source, name), found)
-        return found
+                _guard_class_constant(AttrSource(self.source, name), attribute)
+        return attribute
 
     return look_up
 
 
-def _value_of_metaclass(self: Any, tx: Any, name: str, found: VariableTracker) -> VariableTracker:
+def _value_of_metaclass(self: Any, tx: Any, name: str, attribute: VariableTracker) -> VariableTracker:
     """Return a value that a metaclass holds with a guard, which dynamo omits for values found there."""
-    if isinstance(found, misc.GetAttrVariable) and not any(name in vars(base) for base in self.value.__mro__):
-        value = inspect.getattr_static(type(self.value), name, found)
-        if value is not found and not hasattr(type(value), "__get__"):
+    if isinstance(attribute, misc.GetAttrVariable) and not any(
+        name in vars(base) for base in self.value.__mro__
+    ):
+        value = inspect.getattr_static(type(self.value), name, attribute)
+        if value is not attribute and not hasattr(type(value), "__get__"):
             return VariableTracker.build(tx, value, AttrSource(self.source, name))
-    return found
+    return attribute
 
 
 def _guard_autograd(self: TensorVariable, name: str) -> None:
@@ -330,13 +332,13 @@ def _guard_autograd(self: TensorVariable, name: str) -> None:
         leave_to_user(f"it reads {name} of a tensor that it did not make, which dynamo does not copy")
 
 
-def _guard_class_constant(source: Source, found: VariableTracker) -> None:
+def _guard_class_constant(source: Source, constant: VariableTracker) -> None:
     """Guard a number, a string or an enum that a class holds; PyTorch 2.11 folds them without a guard."""
-    if found.source is not None or not found.is_python_constant():
+    if constant.source is not None or not constant.is_python_constant():
         return
-    if isinstance(found.as_python_constant(), enum.Enum):
+    if isinstance(constant.as_python_constant(), enum.Enum):
         guards.install_guard(source.make_guard(guards.GuardBuilder.ID_MATCH))
-    elif isinstance(found, ConstantVariable):
+    elif isinstance(constant, ConstantVariable):
         guards.install_guard(source.make_guard(guards.GuardBuilder.CONSTANT_MATCH))
 
 
@@ -349,11 +351,11 @@ def _guard_attribute(variable: VariableTracker, name: str) -> None:
 
     A name that is found nowhere is guarded in the classes, which objects share, and in the object's dicts.
     """
-    source, held = variable.source, getattr(variable, "value", None)
+    source, value = variable.source, getattr(variable, "value", None)
     if source is None:
         return
-    homes = _dicts_of(held)
-    if held is None or any(name in home for home in homes.values()) or not guard_missing_name(held, name):
+    homes = _dicts_of(value)
+    if value is None or any(name in home for home in homes.values()) or not guard_missing_name(value, name):
         _guard(variable, _has_attribute, key=name)
         return
     _guard(variable, _holds_name, key=name)
@@ -374,13 +376,13 @@ def _item_lookup(own: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(own)
     def look_up(self: Any, tx: Any, key: VariableTracker) -> Any:
         try:
-            found = own(self, tx, key)
+            item = own(self, tx, key)
         except ObservedKeyError:
             _guard_key(self, key, _holds_key)
             raise
-        if self.source is not None and is_from_skip_guard_source(self.source) and found.is_python_constant():
+        if self.source is not None and is_from_skip_guard_source(self.source) and item.is_python_constant():
             _guard_key(self, key, _value_of_key)
-        return found
+        return item
 
     return look_up
 
@@ -407,11 +409,11 @@ def _length_limit(own: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(own)
     def wrap(self: Any, value: Any) -> Any:
-        made = own(self, value)
-        if isinstance(made, lists.DequeVariable):
-            made.maxlen = ConstantVariable.create(value.maxlen)
-            _guard(made, _value_of_attribute, key="maxlen")
-        return made
+        tracker = own(self, value)
+        if isinstance(tracker, lists.DequeVariable):
+            tracker.maxlen = ConstantVariable.create(value.maxlen)
+            _guard(tracker, _value_of_attribute, key="maxlen")
+        return tracker
 
     return wrap
 
@@ -421,12 +423,12 @@ def _guard_default_dict(self: Any, _: Any, name: str, args: list[VariableTracker
         _guard_key(self, args[0], _holds_key)
 
 
-def _guard_key(held: Any, key: VariableTracker, ask: Ask) -> None:
+def _guard_key(container: Any, key: VariableTracker, ask: Ask) -> None:
     """Guard the answer for a key, or all keys of a dict if the key is not constant."""
     if key.is_python_constant():
-        _guard(held, ask, key=key.as_python_constant())
-    elif hasattr(held, "install_dict_keys_match_guard"):
-        held.install_dict_keys_match_guard()
+        _guard(container, ask, key=key.as_python_constant())
+    elif hasattr(container, "install_dict_keys_match_guard"):
+        container.install_dict_keys_match_guard()
 
 
 def _guard_made_key(self: Any, _: Any, args: list[VariableTracker]) -> None:
@@ -512,14 +514,14 @@ def _asked_of_classes(own: Callable[..., Any]) -> Callable[..., Any]:
     def call(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
         if self.fn not in (isinstance, issubclass) or len(args) != 2 or kwargs:
             return own(self, tx, args, kwargs)
-        held, asked = (given.realize() for given in args)
+        subject, asked = (given.realize() for given in args)
         classes = asked.as_python_constant() if asked.is_python_constant() else ()
         if any(map(_answers_itself, _classes_in(classes))):
-            if self.fn is issubclass and held.is_python_constant():
-                _guard_process(issubclass, (held.as_python_constant(), classes))
-            elif isinstance(held, UserDefinedObjectVariable) and held.source:
-                _guard(held, _is_instance, classes=classes)
-                return ConstantVariable.create(_is_instance(held.value, classes))
+            if self.fn is issubclass and subject.is_python_constant():
+                _guard_process(issubclass, (subject.as_python_constant(), classes))
+            elif isinstance(subject, UserDefinedObjectVariable) and subject.source:
+                _guard(subject, _is_instance, classes=classes)
+                return ConstantVariable.create(_is_instance(subject.value, classes))
         return own(self, tx, args, kwargs)
 
     return call

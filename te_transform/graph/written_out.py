@@ -156,9 +156,9 @@ def _calls_of_norm(last: fx.Node) -> set[fx.Node]:
     A norm is an affine function of one value and of statistics of the value's rows.
     """
     root, dim = _before_turns(last)
-    found = reached([root], lambda node: node.all_input_nodes if _is_affine(node, dim) else (), _is_computed)
-    norms = [node for node in found if node.target in _NORMALIZING and dim == -1]
-    ends = [node for node in found if node not in norms and not _is_affine(node, dim)]
+    calls = reached([root], lambda node: node.all_input_nodes if _is_affine(node, dim) else (), _is_computed)
+    norms = [node for node in calls if node.target in _NORMALIZING and dim == -1]
+    ends = [node for node in calls if node not in norms and not _is_affine(node, dim)]
     columns = [node for node in ends if _is_column(node, dim)]
     sources = {node.args[0] for node in norms} | {node for node in ends if node not in columns}
     if len(sources) != 1 or not (norms or columns) or root.target in ops.NORMS:
@@ -166,7 +166,7 @@ def _calls_of_norm(last: fx.Node) -> set[fx.Node]:
     rows = _without(shape_of(*sources), dim)
     statistics = [_calls_of_statistic(node, sources) for node in columns]
     is_of_rows = all(statistics) and all(same_shape(_without(shape_of(node), dim), rows) for node in columns)
-    return {*found}.union(*statistics) - sources if is_of_rows else set()
+    return {*calls}.union(*statistics) - sources if is_of_rows else set()
 
 
 def _before_turns(node: fx.Node) -> tuple[fx.Node, int]:
@@ -216,13 +216,13 @@ def _is_of_model(node: fx.Node) -> bool:
 
 def _calls_of_statistic(column: fx.Node, sources: set[fx.Node]) -> set[fx.Node]:
     """Return the calls of a mean, a variance or a vector norm of the source's rows, or an empty set."""
-    found = reached(
+    calls = reached(
         [column],
         lambda node: node.all_input_nodes if _is_of_statistic(node) else (),
         lambda node: node not in sources and _is_computed(node),
     )
-    is_statistic = any(map(_reduces, found)) and all(map(_is_of_statistic, found))
-    return {*found} if is_statistic else set()
+    is_statistic = any(map(_reduces, calls)) and all(map(_is_of_statistic, calls))
+    return {*calls} if is_statistic else set()
 
 
 def _is_of_statistic(node: fx.Node) -> bool:

@@ -43,13 +43,13 @@ class Divided:
     Attributes:
         shards: the share that a rank computes with, or None if each rank computes with the whole parameter.
         stand_in: replaces the parameter during captures.
-        held: the DTensor of the last call.
+        parameter: the DTensor of the last call.
         version: of the DTensor at the last call.
     """
 
     shards: Shards | None
     stand_in: nn.Parameter | None = None
-    held: DTensor | None = None
+    parameter: DTensor | None = None
     version: int = 0
 
     def stand_in_for(self, parameter: DTensor) -> nn.Parameter:
@@ -58,7 +58,7 @@ class Divided:
         Grouped products read strides of a matrix during capture, so a stack of matrices has memory for one
         matrix.
         """
-        stand_in, self.held = self.stand_in, parameter
+        stand_in, self.parameter = self.stand_in, parameter
         if stand_in is None or (stand_in.dtype, stand_in.device) != (parameter.dtype, parameter.device):
             sizes = (1, *parameter.shape[1:]) if parameter.dim() == 3 else (1,)
             one = torch.full(sizes, math.nan, dtype=parameter.dtype, device=parameter.device)
@@ -78,21 +78,23 @@ class Divided:
     def share(self, ranks: Ranks, move: Move | None) -> Tensor:
         """Return this rank's share, redistributed by `move`. Gradients reach the DTensor."""
         if self.shards is None or self.shards.is_plain:
-            share = self.held.to_local()
+            share = self.parameter.to_local()
         else:
             # Each rank has rows of q, k and v of one product, or several ranks have the same heads. Gather
             # all rows, and take the rows of this rank.
-            whole = self.held.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+            whole = self.parameter.redistribute(placements=[Replicate()]).to_local(
+                grad_placements=[Partial()]
+            )
             share = ranks.share(whole, self.shards)
         return self._standing(share if move is None else move(share))
 
     def whole(self) -> Tensor:
         """Return the whole tensor, gathered."""
-        return self._standing(self.held.full_tensor())
+        return self._standing(self.parameter.full_tensor())
 
     def _standing(self, tensor: Tensor) -> Tensor:
-        share_state(self.stand_in, local(self.held))  # to_local() makes another tensor in each call
-        return standing_for(tensor, self.held)
+        share_state(self.stand_in, local(self.parameter))  # to_local() makes another tensor in each call
+        return standing_for(tensor, self.parameter)
 
 
 @dataclass(eq=False)
@@ -239,14 +241,14 @@ class _Divided:
     def __init__(self, parallel: Parallel, captured: fx.GraphModule, fuse: Callable[..., Any]):
         self.parallel, self.captured, self.fuse = parallel, captured, fuse
         self.names = [node.name for node in captured.graph.nodes if node.op == "placeholder"]
-        self.made: dict[tuple, tuple[Callable[..., Any], dict[str, Move]]] = {}
+        self.functions: dict[tuple, tuple[Callable[..., Any], dict[str, Move]]] = {}
 
     def __call__(self, *arguments: Any) -> Any:
         given = [self.parallel.standing.get(id(argument)) for argument in arguments]
         key = tuple(divided and divided.shards for divided in given)
-        if key not in self.made:
-            self.made[key] = self._make(dict(zip(self.names, key, strict=True)))
-        run, moves = self.made[key]
+        if key not in self.functions:
+            self.functions[key] = self._make(dict(zip(self.names, key, strict=True)))
+        run, moves = self.functions[key]
         return run(*self._shares(arguments, given, moves))
 
     def _shares(

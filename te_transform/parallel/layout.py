@@ -53,11 +53,11 @@ class _Region:
 
     columns: dict[fx.Node, Shards]
     rows: dict[fx.Node, Shards] = field(default_factory=dict)
-    held: dict[fx.Node, Shards] = field(default_factory=dict)
+    between: dict[fx.Node, Shards] = field(default_factory=dict)
 
     @property
     def what(self) -> str:
-        if any(node.target is ops.sdpa for node in self.held):
+        if any(node.target is ops.sdpa for node in self.between):
             return "attention"
         return "mlp" if self.rows else "head"
 
@@ -137,8 +137,8 @@ class _LayingOut:
             self._check_own(node)
         for node in self.graph.nodes:
             if node in columns:
-                region.held[node] = columns[node]
-            elif any(argument in region.held for argument in node.all_input_nodes):
+                region.between[node] = columns[node]
+            elif any(argument in region.between for argument in node.all_input_nodes):
                 self._take(node, region)
         self._check_ends(region)
         return region
@@ -146,22 +146,22 @@ class _LayingOut:
     def _take(self, node: fx.Node, region: _Region) -> None:
         if node.op == "output":
             return
-        if node.target is ops.linear and node.args[0] in region.held:
+        if node.target is ops.linear and node.args[0] in region.between:
             self._check_own(node)
-            if region.held[node.args[0]].dim != -1:
+            if region.between[node.args[0]].dim != -1:
                 raise Refusal("a linear does not read them as columns, but only columns can be divided")
-            region.rows[node] = region.held[node.args[0]]
+            region.rows[node] = region.between[node.args[0]]
         elif writes(node):
             raise Refusal("the model writes in place to them, but their values must stay")
         else:
-            how = step(node, region.held, self.ranks)
+            how = step(node, region.between, self.ranks)
             needed = tuple(arg for arg in how.share if any(True for _ in self._makers(arg)))
             if needed or how.gather:
                 raise Refusal(
                     f"a {node.target.__name__} reads a whole value too, but needs shards", whole=needed
                 )
             if how.shards is not None:
-                region.held[node] = how.shards
+                region.between[node] = how.shards
 
     def _check_ends(self, region: _Region) -> None:
         for node, shards in region.columns.items():

@@ -142,16 +142,16 @@ def plan(captured: fx.GraphModule, options: Options, modules: tuple[str, ...] = 
         modules: The paths of the modules whose forward the graph is, such as the blocks that share it.
     """
     canonical = canonicalize(captured.graph, options.forms)
-    made = Plan(captured, canonical, edit.snapshot(canonical), modules)
+    planned = Plan(captured, canonical, edit.snapshot(canonical), modules)
     for rule in options.rules:
         misses: list[Miss] = []
         for match in find(rule.pattern, canonical, misses):
             taken = any(node._erased for node in match.nodes)  # overlaps an earlier match
             if not taken:
-                made.outcomes += _apply_rule(rule, match, made, options)
-        made.outcomes += _near_misses(rule, misses, made)
-    _keep_merged(made, options)
-    return made
+                planned.outcomes += _apply_rule(rule, match, planned, options)
+        planned.outcomes += _near_misses(rule, misses, planned)
+    _keep_merged(planned, options)
+    return planned
 
 
 def _keep_merged(planned: Plan, options: Options) -> None:

@@ -218,16 +218,16 @@ def missed(miss: Miss) -> Iterator[str]:
     """
     if miss.wanted.roots == {ops.linear} and not _has_first_linear(miss):
         return
-    reading = [node for node in miss.nodes if any(arg is miss.found for arg in node.args)]
+    reading = [node for node in miss.nodes if any(arg is miss.value for arg in node.args)]
     reads = (reading or miss.nodes)[-1]
-    if taken := _fused_with(miss.found):
+    if taken := _fused_with(miss.value):
         yield (
             f"the {called(reads)} reads a norm that {taken} computes, but the rule computes the norm itself: "
             "give the two their own norms, if you can retrain"
         )
     elif reads.target is not ops.columns:
         yield (
-            f"the {called(reads)} reads {_described(miss.found)}, but the rule has {_wanted(miss.wanted)} "
+            f"the {called(reads)} reads {_described(miss.value)}, but the rule has {_wanted(miss.wanted)} "
             "there: write it like that, if the math allows"
         )
     elif _is_linear_of_its_own(reads):
@@ -244,7 +244,7 @@ def _has_first_linear(miss: Miss) -> bool:
     """Return True if a second linear matched, or the value found is computed elementwise from a linear."""
     if sum(node.target is ops.linear for node in miss.nodes) > 1:
         return True
-    value = miss.found
+    value = miss.value
     while isinstance(value, fx.Node) and value.target is not ops.linear:
         sources = [read for read in value.all_input_nodes if not is_model_tensor(read)]
         value = sources[0] if len(sources) == 1 else None

@@ -34,16 +34,16 @@ class Labeled:
     def refuse(self, call: CallContext) -> str | None:
         """Return why the graph runs unlabeled: it is compiled, recorded, or observed."""
         chosen = next(executor for executor in self.others if executor.refuse(call) is None)
-        call.found = None
+        call.prepared = None
         if call.is_observed or not isinstance(chosen, (Fused, Captured)):
             return "the call runs compiled code"
-        call.found = chosen
+        call.prepared = chosen
         return None
 
     def run(self, call: CallContext) -> Any:
         """Run the graph of the executor that would run the call."""
         root = self.graph.path_in(self.names, call.args)
-        lowered = self.lowered.get(call.found) or self._lowered(call.found)
+        lowered = self.lowered.get(call.prepared) or self._lowered(call.prepared)
         return _Interpreter(lowered, self.ranges, root, self.sites).run(*call.args)
 
     def _lowered(self, executor: Executor) -> fx.GraphModule:

@@ -52,7 +52,7 @@ class Replacements:
 
     device: torch.device
     seconds: float
-    found: dict[Any, float | None] = field(default_factory=dict)
+    shares: dict[Any, float | None] = field(default_factory=dict)
 
     def share(self, trial: Replacement, taken: float) -> float | None:
         """Return the time after the change as a share of the time before, or None if it was not tried.
@@ -62,17 +62,17 @@ class Replacements:
             taken: the seconds of one call before the change, as an estimate.
         """
         key = trial.name, trial.shapes, trial.dtype, trial.backward
-        if key not in self.found:
+        if key not in self.shares:
             if 2 * (_ROUNDS + 1) * taken > self.seconds:
                 return None
             start = time.perf_counter()
             try:
-                self.found[key] = self._tried(trial)
+                self.shares[key] = self._tried(trial)
             except RuntimeError as error:  # out of memory, or no kernel for these shapes
                 log.info("a change was not tried: %s", error)
-                self.found[key] = None
+                self.shares[key] = None
             self.seconds -= time.perf_counter() - start
-        return self.found[key]
+        return self.shares[key]
 
     def _tried(self, trial: Replacement) -> float:
         with torch.autocast(self.device.type, enabled=False), torch.set_grad_enabled(trial.backward):

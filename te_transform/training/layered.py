@@ -177,12 +177,12 @@ class Layered:
         unread = unreached_arguments([self.layers[number] for number in left_out])
         given = (arguments[self.argument_indices[node.name]] for node in unread)
         weights = [argument for argument in given if is_trained(argument)]
-        trained = [index for index, held in enumerate(outputs) if is_trained(held)]
+        trained = [index for index, output in enumerate(outputs) if is_trained(output)]
         if not (weights and trained):
             return outputs
-        held = _Zeros.apply(len(trained), *(outputs[index] for index in trained), *weights)
-        replaced = dict(zip(trained, held, strict=True))
-        return type(outputs)(replaced.get(index, held) for index, held in enumerate(outputs))
+        with_zeros = _Zeros.apply(len(trained), *(outputs[index] for index in trained), *weights)
+        replaced = dict(zip(trained, with_zeros, strict=True))
+        return type(outputs)(replaced.get(index, output) for index, output in enumerate(outputs))
 
 
 class _Zeros(torch.autograd.Function):

@@ -51,14 +51,14 @@ class AnyPair:
 
     Attributes:
         earlier: The inputs of earlier calls, in the cases that have some.
-        held: The names of the held values that both models return, see held_values().
+        held_names: The names of the held values that both models return, see held_values().
     """
 
     model: nn.Module
     other: nn.Module
     layout: Layout
     earlier: tuple[Inputs, ...] = ()
-    held: frozenset[str] = frozenset()
+    held_names: frozenset[str] = frozenset()
 
     @property
     def models(self) -> tuple[nn.Module, nn.Module]:
@@ -97,7 +97,7 @@ class AnyPair:
             sets = [each if each.label.startswith(EXAMPLE) else self._labeled(each) for each in sets]
             # another size comes first: a model may keep what it computed in its first call
             earlier = tuple(each.inputs for each in sets[::-1] if not each.label.startswith(EXAMPLE))
-            pair = replace(self, earlier=earlier, held=frozenset(first & second))
+            pair = replace(self, earlier=earlier, held_names=frozenset(first & second))
             verification = pair._compared(sets, left_out)
         return replace(verification, notes=(*verification.notes, *_notes_of_held(first, second)))
 
@@ -129,7 +129,7 @@ class AnyPair:
 
     def _outputs(self, case: Case) -> Outputs:
         visible = self._visible(case.inputs)
-        return Outputs(self.model, self.layout.rename, visible, self.held, case.mode == _AUTOCAST)
+        return Outputs(self.model, self.layout.rename, visible, self.held_names, case.mode == _AUTOCAST)
 
     def _visible(self, inputs: Inputs) -> Visible:
         said = getattr(getattr(self.model, "config", None), "is_encoder_decoder", False)
@@ -209,7 +209,7 @@ class AnyPair:
         """Yield a sentence if the models run other numbers of dropouts, as one may be missing."""
         for model in self.models:
             model.train()
-        first, second = (dropouts.found.total() for dropouts in self._dropouts(sample.inputs))
+        first, second = (dropouts.calls.total() for dropouts in self._dropouts(sample.inputs))
         if first != second:
             yield (
                 f"in training, the first model runs {first} dropouts and the second runs {second}: check "

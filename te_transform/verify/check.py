@@ -201,7 +201,7 @@ class _Walk(fx.Interpreter):
     def __init__(self, plan: Plan):
         super().__init__(plan.captured)
         self.wrong: dict[Site, str] = {}
-        self.held: dict[str, Any] = {}
+        self.results: dict[str, Any] = {}
         self.due: dict[fx.Node, list[_Pair]] = defaultdict(list)
         self.alike: dict[tuple, list[Site]] = defaultdict(list)
         for site in plan.sites:
@@ -221,9 +221,9 @@ class _Walk(fx.Interpreter):
     def run_node(self, node: fx.Node) -> Any:
         result = super().run_node(node)
         if node.name in self.waiting:
-            self.held[node.name] = result
+            self.results[node.name] = result
         for pair in self.due.get(node, ()):
-            if (reason := pair.wrong(self.held)) is not None:
+            if (reason := pair.wrong(self.results)) is not None:
                 self.wrong[pair.site] = reason
             self._drop(pair)
         return result
@@ -242,4 +242,4 @@ class _Walk(fx.Interpreter):
         for node in pair.inputs:
             self.waiting[node.name] -= 1
             if not self.waiting[node.name]:
-                del self.held[node.name]
+                del self.results[node.name]

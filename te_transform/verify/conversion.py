@@ -79,14 +79,14 @@ class Conversion:
             Subject.of(self.model, partial(original_code, self.model)),
             Subject.of(self.converted, partial(without_extensions, self.converted)),
             Subject.of(self.model, partial(original_code, self.model, double=True)),
-            partial(self.recipes.emulation, self.model) if self.recipes.held else nullcontext,
+            partial(self.recipes.emulation, self.model) if self.recipes.by_runner else nullcontext,
             rehearsals=1 if self.recipes.delayed else 0,
             sizes=with_observer(self.converted, None) if case.mode == _BY_SIZE else ignore_size_limits,
         )
 
     def _learn(self, samples: list[Inputs]) -> None:
         """Find out which products run in FP8."""
-        for training in (True, False) if self.recipes.held else ():
+        for training in (True, False) if self.recipes.by_runner else ():
             self.converted.train(training)
             args, kwargs = samples[0].clone()
             with (

@@ -27,7 +27,7 @@ class Outputs:
 
     Further outputs are the buffers that a forward updates, such as running statistics, the inputs that it
     writes to, and the probabilities of its dropouts, which are off. The second model may update buffers that
-    the first does not have. Without padding, the held values with names in `held` are outputs, too.
+    the first does not have. Without padding, the held values with names in `held_names` are outputs, too.
     """
 
     def __init__(
@@ -35,11 +35,11 @@ class Outputs:
         first: nn.Module,
         rename: Callable[[str], str | None],
         visible: Visible,
-        held: Collection[str],
+        held_names: Collection[str],
         autocast: bool,
     ):
         self.first, self.rename, self.visible, self.autocast = first, rename, visible, autocast
-        self.held = held if visible.padding is None else ()
+        self.held_names = held_names if visible.padding is None else ()
         self.dtypes: dict[str, torch.dtype] = {}
         self.results: list[str] = []  # the first model's names of tensors in its result
         self.updated: list[str] = []  # the buffers that the first model updates
@@ -51,13 +51,13 @@ class Outputs:
         given_before, buffers_before = _copies(given), _copies(_buffers(model))
         with Dropouts() as dropouts:
             result = model(*args, **kwargs)
-        tensors, held = dict(named_tensors(result)), dict(held_values(result))
-        held = {name: tensor for name, tensor in held.items() if name in self.held}
+        tensors, held_tensors = dict(named_tensors(result)), dict(held_values(result))
+        held_tensors = {name: tensor for name, tensor in held_tensors.items() if name in self.held_names}
         buffers = _buffers(model)
         updated = _names_of_changed(buffers_before, buffers)
         if not self.dtypes:
-            self._note_first(tensors, held, buffers, updated)
-        outputs = self._renamed(tensors) | held
+            self._note_first(tensors, held_tensors, buffers, updated)
+        outputs = self._renamed(tensors) | held_tensors
         if self.autocast:
             outputs = {name: in_dtype(tensor, self.dtypes.get(name)) for name, tensor in outputs.items()}
         outputs |= self._updated_buffers(model, buffers, updated)
@@ -70,12 +70,12 @@ class Outputs:
     def _note_first(
         self,
         tensors: dict[str, Tensor],
-        held: dict[str, Tensor],
+        held_tensors: dict[str, Tensor],
         buffers: dict[str, Tensor],
         updated: list[str],
     ) -> None:
         """Note names and dtypes of the first call, which is one of the first model."""
-        self.dtypes = {name: tensor.dtype for name, tensor in (tensors | held).items()}
+        self.dtypes = {name: tensor.dtype for name, tensor in (tensors | held_tensors).items()}
         self.results, self.updated = [*tensors], updated
         self.names = {self.rename(name) or "": name for name in buffers}
 

@@ -26,17 +26,17 @@ class Recipes:
     def __init__(self, converted: nn.Module):
         self.converted = converted
         self.names = {id(parameter): name for name, parameter in converted.named_parameters()}
-        self.held = {id(c): c.precision.recipe for c in runners(converted) if c.precision is not None}
-        self.formats = {key: formats_of(recipe) for key, recipe in self.held.items()}
-        self.weights: dict[int, set[str]] = {key: set() for key in self.held}
+        self.by_runner = {id(c): c.precision.recipe for c in runners(converted) if c.precision is not None}
+        self.formats = {key: formats_of(recipe) for key, recipe in self.by_runner.items()}
+        self.weights: dict[int, set[str]] = {key: set() for key in self.by_runner}
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(type(recipe).__name__ for recipe in self.held.values()))
+        return tuple(dict.fromkeys(type(recipe).__name__ for recipe in self.by_runner.values()))
 
     @property
     def delayed(self) -> bool:
-        return any(recipe.delayed() for recipe in self.held.values())
+        return any(recipe.delayed() for recipe in self.by_runner.values())
 
     def learn(self) -> contextlib.AbstractContextManager:
         """Record the weights of the products that run in FP8 during this context."""

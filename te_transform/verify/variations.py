@@ -29,12 +29,12 @@ class Variation:
 class _Size:
     """A change of one size, in some dimensions."""
 
-    found: int
+    given: int
     wanted: int
     dims: slice
 
     def __str__(self) -> str:
-        return f"size {self.wanted} instead of {self.found}"
+        return f"size {self.wanted} instead of {self.given}"
 
 
 def variations(model: nn.Module, samples: list[Inputs]) -> Iterator[Variation]:
@@ -137,11 +137,11 @@ def _varied(inputs: Inputs, generator: torch.Generator, sizes: Sequence[_Size] =
             )
             changes = [
                 (dim, size) for size in sizes for dim in range(tensor.dim())[size.dims]
-                if tensor.shape[dim] == size.found and dim != features
+                if tensor.shape[dim] == size.given and dim != features
             ]  # fmt: skip
             for dim, size in changes:
                 index = torch.arange(size.wanted, dtype=torch.int64, device=tensor.device)
-                tensor = tensor.index_select(dim, index.clamp(max=size.found - 1))
+                tensor = tensor.index_select(dim, index.clamp(max=size.given - 1))
             fresh[key] = tensor if mask else _fresh(tensor, generator)
         return fresh[key]
 

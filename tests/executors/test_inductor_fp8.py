@@ -86,7 +86,7 @@ def test_compiled_models_are_as_exact_as_uncompiled_models(
 def scales(model: nn.Module) -> list[Tensor]:
     """Return the scales of delayed scaling, forward and backward, of each product."""
     kernels = [kernel for parameter in model.parameters() for kernel in state_of(parameter).kernels.values()]
-    metas = [kernel.module.fp8_meta for kernel in kernels if kernel.made is not None]
+    metas = [kernel.module.fp8_meta for kernel in kernels if kernel.built is not None]
     return [meta[key].scale.clone() for meta in metas for key in ("scaling_fwd", "scaling_bwd")]
 
 

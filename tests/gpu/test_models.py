@@ -30,7 +30,7 @@ def test_kernels_of_te_run(name: str) -> None:
         (name, k)
         for name, p in pair.converted.named_parameters()
         for k in state_of(p).kernels.values()
-        if k.made is not None
+        if k.built is not None
     ]
     # of every graph: verify() has made calls that are captured whole, where those of the example are not
     sites = [site for graph in runner_of(pair.converted).graphs for site in graph.plan.sites]

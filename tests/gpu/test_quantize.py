@@ -134,7 +134,7 @@ def test_generates() -> None:
 def test_products_of_few_rows(outs: int, ins: int, dtype: torch.dtype) -> None:
     weight = torch.randn(outs, ins, device="cuda", dtype=dtype)
     (held,) = quantize_together([weight])
-    wide = held.held.view(torch.float8_e4m3fn).double() * held.inverse
+    wide = held.quantized.view(torch.float8_e4m3fn).double() * held.inverse
     for rows in range(1, few_rows.MAX_ROWS + 1):
         x = torch.randn(rows, ins, device="cuda", dtype=dtype)
         for bias in (None, torch.randn(outs, device="cuda", dtype=dtype)):

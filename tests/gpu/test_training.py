@@ -378,7 +378,7 @@ def test_a_model_moved_to_the_gpu_after_its_conversion_trains_in_te(autocast: bo
     assert told.notes[0] == "backend 'te', because it runs here and the model is on the GPU"
     told.expect(layernorm_mlp=1, attention=1)
     # weights in float32 are cast by PyTorch, TE's modules take them in a recipe alone
-    assert any(kernel.made is not None for kernel in kernels(fused, in_fp8=False)) is not autocast
+    assert any(kernel.built is not None for kernel in kernels(fused, in_fp8=False)) is not autocast
 
 
 # Frozen parts

@@ -173,7 +173,7 @@ def read_of_modules(tree: ast.Module) -> set[str]:
     """The attributes of TE's modules that te/ reads and writes, beside parameters."""
     holders = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
     read = {
-        n.attr for n in holders if isinstance(n.value, ast.Attribute) and n.value.attr in ("module", "made")
+        n.attr for n in holders if isinstance(n.value, ast.Attribute) and n.value.attr in ("module", "built")
     }
     return (read | WRITTEN) - set(dir(nn.Module()))
 

@@ -12,19 +12,19 @@ FORMAT = torch.float8_e4m3fn
 
 
 class FP8Only(Tensor):
-    """The base class of tensors whose values are `held * inverse`.
+    """The base class of tensors whose values are `quantized * inverse`.
 
-    Subclasses decide how PyTorch's operations see them. They are constructed by (held, inverse, dtype).
+    Subclasses decide how PyTorch's operations see them. They are constructed by (quantized, inverse, dtype).
 
     Attributes:
-        held: the values in E4M3, viewed as bytes.
+        quantized: the values in E4M3, viewed as bytes.
         inverse: the 0-dim fp32 number to multiply them by.
         whole: the tensor that joined weights are the rows of, with one scale, or None.
         by_rows: the tensor that a transposed one was made from, or None.
         rows: the parameters that its rows belong to; () before they are joined.
     """
 
-    held: Tensor
+    quantized: Tensor
     inverse: Tensor
     whole: FP8Only | None
     by_rows: FP8Only | None
@@ -42,7 +42,7 @@ def is_fp8_only(tensor: Any) -> bool:
 
 def has_bytes(tensor: Tensor) -> bool:
     """Return True if the tensor is stored only in FP8 and has memory, so is not on meta and not fake."""
-    return isinstance(tensor, FP8Only) and type(tensor.held) is Tensor and not tensor.held.is_meta
+    return isinstance(tensor, FP8Only) and type(tensor.quantized) is Tensor and not tensor.quantized.is_meta
 
 
 def exact(tensor: Tensor) -> Tensor:
@@ -56,7 +56,7 @@ def addresses(tensors: Sequence[Tensor]) -> list[Any]:
     stored = {kind for kind in {*map(type, tensors)} if issubclass(kind, FP8Only)}
     if not stored:
         return [*map(address, tensors)]
-    return [(address(t.held), address(t.inverse)) if type(t) in stored else address(t) for t in tensors]
+    return [(address(t.quantized), address(t.inverse)) if type(t) in stored else address(t) for t in tensors]
 
 
 def scale_for(amax: Tensor, largest: float) -> Tensor:
@@ -71,12 +71,12 @@ def joined(parameters: Sequence[Tensor]) -> FP8Only | None:
     whole = first.whole if isinstance(first, FP8Only) else None
     if whole is None or any(not isinstance(p, FP8Only) or p.whole is not whole for p in parameters):
         return None
-    address = whole.held.data_ptr()
+    address = whole.quantized.data_ptr()
     for parameter in parameters:
-        if parameter.held.data_ptr() != address:
+        if parameter.quantized.data_ptr() != address:
             return None
-        address += parameter.held.numel()
-    return whole if address == whole.held.data_ptr() + whole.held.numel() else None
+        address += parameter.quantized.numel()
+    return whole if address == whole.quantized.data_ptr() + whole.quantized.numel() else None
 
 
 def join_copies(parameters: Sequence[FP8Only]) -> FP8Only | None:
@@ -85,10 +85,10 @@ def join_copies(parameters: Sequence[FP8Only]) -> FP8Only | None:
     if any(p.whole is not None or not p.inverse.equal(first.inverse) for p in parameters):
         return None
     with torch.inference_mode(False), torch.no_grad():
-        whole = type(first)(torch.cat([p.held for p in parameters]), first.inverse.clone(), first.dtype)
-        rows = whole.held.split([len(p) for p in parameters])
+        whole = type(first)(torch.cat([p.quantized for p in parameters]), first.inverse.clone(), first.dtype)
+        rows = whole.quantized.split([len(p) for p in parameters])
         for parameter, part in zip(parameters, rows, strict=True):
-            parameter.held, parameter.inverse, parameter.whole = part, whole.inverse, whole
+            parameter.quantized, parameter.inverse, parameter.whole = part, whole.inverse, whole
     return whole
 
 
@@ -104,7 +104,7 @@ def forms_of(arguments: Sequence[Any]) -> StoredForms:
 
 def opened(arguments: Sequence[Any], forms: StoredForms) -> list[Any]:
     """Replace FP8-only arguments by their bytes, and append their scales."""
-    plain = [argument.held if index in forms else argument for index, argument in enumerate(arguments)]
+    plain = [argument.quantized if index in forms else argument for index, argument in enumerate(arguments)]
     return [*plain, *(arguments[index].inverse for index in forms)]
 
 

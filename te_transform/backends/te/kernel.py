@@ -110,17 +110,17 @@ class Kernel(LazyModule):
 
     def tensor_of(self, number: int, weight: FP8Only) -> Tensor:
         """Return TE's tensor of the bytes of an FP8-only weight, within a recipe; TE caches its transpose."""
-        if number not in self.tensors or not self.tensors[number][0].is_of(weight.held):
+        if number not in self.tensors or not self.tensors[number][0].is_of(weight.quantized):
             quantizer = self.weight_quantizer(number)
             tensor = Float8Tensor(
                 shape=weight.shape,
                 dtype=weight.dtype,
-                data=weight.held.detach(),  # a record must not refer to the tensor it belongs to
+                data=weight.quantized.detach(),  # a record must not refer to the tensor it belongs to
                 fp8_scale_inv=weight.inverse.detach().reshape(1),
                 fp8_dtype=quantizer.dtype,
                 quantizer=quantizer,
             )
-            self.tensors[number] = TensorVersion.of(weight.held), tensor
+            self.tensors[number] = TensorVersion.of(weight.quantized), tensor
         return self.tensors[number][1]
 
     def vector(self, number: float, weight: Tensor) -> Tensor:

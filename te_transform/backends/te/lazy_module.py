@@ -31,20 +31,20 @@ class LazyModule:
 
     def __init__(self, make: Callable[[], nn.Module], names: Sequence[str], products: int):
         self.make, self.names, self.products = make, names, products
-        self.made: nn.Module | None = None
+        self.built: nn.Module | None = None
 
     @property
     def module(self) -> nn.Module:
         """The module, built at its first call."""
-        if self.made is None:
-            self.made = self.make()
-            self.made._parameters.clear()
-        return self.made
+        if self.built is None:
+            self.built = self.make()
+            self.built._parameters.clear()
+        return self.built
 
     @property
     def scales_by_blocks(self) -> bool:
         """True if the recipe of its last call in FP8 has more than one scale for a weight."""
-        recipe = None if self.made is None else self.made.fp8_meta.get("recipe")
+        recipe = None if self.built is None else self.built.fp8_meta.get("recipe")
         return isinstance(recipe, (recipes.Float8BlockScaling, recipes.MXFP8BlockScaling))
 
     def run(self, x: Tensor, tensors: Sequence[Tensor | None], adds: bool, keeps: bool = False) -> Tensor:
@@ -68,8 +68,8 @@ class LazyModule:
 
     def free_weights(self) -> None:
         """Free the quantized weights that the module keeps."""
-        if self.made is not None:
-            self.made._fp8_workspaces.clear()
+        if self.built is not None:
+            self.built._fp8_workspaces.clear()
 
     def weight_quantizer(self, number: int) -> Any:
         """Return a quantizer of the weight of one product, by rows, within a recipe."""
@@ -91,7 +91,7 @@ class LazyModule:
 
     def delayed(self) -> dict[str, Any]:
         """Return the states of delayed scaling, "forward" and "backward"; none before there are any."""
-        meta = {} if self.made is None else self.made.fp8_meta
+        meta = {} if self.built is None else self.built.fp8_meta
         states = {"forward": meta.get("scaling_fwd"), "backward": meta.get("scaling_bwd")}
         return states if all(hasattr(state, "amax_history") for state in states.values()) else {}
 
