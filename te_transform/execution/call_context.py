@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from te_transform.backends.tracing import in_backward, recorded, saving_hooks, transformed
+from te_transform.backends.tracing import recorded, transformed
 from te_transform.execution.classes import ModuleRole, Role
 from te_transform.execution.division import Division
 from te_transform.execution.modes import is_dispatch_mode_on, is_foreign_mode_on, is_graph_mode_on
@@ -18,13 +18,16 @@ from te_transform.plan.options import Options
 class CallContext:
     """One call of a module, or of a captured graph behind dynamo.
 
-    A mode is read when an executor asks for it. Reading takes less time than keeping the answer.
+    Each mode is read once: when the call begins, or by the only executor that asks for it.
 
     Attributes:
         args, kwargs: of the call; a graph has no kwargs.
         is_observed: True if the conversion or verify() observes the call.
         observe_only: True if the observed call runs as captured.
         prepared: a result of an executor's refuse() for its run().
+        records_gradients: True if autograd records the call.
+        hooks: the hooks that receive the tensors that autograd saves, or None.
+        in_backward: True within a backward, in which a checkpoint repeats a forward.
     """
 
     def __init__(
@@ -37,11 +40,10 @@ class CallContext:
         self.args, self.kwargs = args, kwargs or {}
         self.is_observed, self.observe_only = is_observed, observe_only
         self.prepared: Any = None
-
-    @property
-    def records_gradients(self) -> bool:
-        """True if autograd records the call."""
-        return torch.is_grad_enabled()
+        # in functions of C: each call reads these three
+        self.records_gradients = torch.is_grad_enabled()
+        self.hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        self.in_backward = torch._C._current_graph_task_id() != -1
 
     @property
     def is_inference(self) -> bool:
@@ -51,12 +53,7 @@ class CallContext:
     @property
     def is_checkpointed(self) -> bool:
         """True if hooks receive the tensors that autograd saves, as in a checkpoint that repeats the call."""
-        return saving_hooks() is not None
-
-    @property
-    def in_backward(self) -> bool:
-        """True within a backward, in which a checkpoint repeats a forward."""
-        return in_backward()
+        return self.hooks is not None
 
     @property
     def is_transformed(self) -> bool:
@@ -93,11 +90,6 @@ Mode = tuple[type, bool, bool]
 """The class of a module, whether it trains, and whether autograd records its calls."""
 
 
-def mode_of(module: nn.Module) -> Mode:
-    """Return the mode that a module is in."""
-    return type(module), module.training, torch.is_grad_enabled()
-
-
 class ModuleCall(CallContext):
     """A call of a converted model, of a part of it, or of a block.
 
@@ -110,7 +102,6 @@ class ModuleCall(CallContext):
         options: of the conversion.
         division: of the parameters among ranks, or None.
         trial: the trial that times this call, or None.
-        hooks: the hooks around the call that receive the tensors that autograd saves, or None.
     """
 
     def __init__(
@@ -128,7 +119,11 @@ class ModuleCall(CallContext):
         self.is_root, self.is_block = role.kind is Role.MODEL, role.kind is Role.BLOCK
         self.options, self.division = options, division
         self.trial: Any = None
-        self.hooks = saving_hooks()
+
+    @property
+    def mode(self) -> Mode:
+        """The mode of the call."""
+        return type(self.module), self.module.training, self.records_gradients
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -138,7 +133,7 @@ class ModuleCall(CallContext):
     @property
     def is_decoding(self) -> bool:
         """True if this is a step of generation: one token per sequence, without gradients."""
-        if torch.is_grad_enabled() or not (tensors := self.tensors):
+        if self.records_gradients or not (tensors := self.tensors):
             return False
         first = tensors[0]
         if first.is_floating_point():

@@ -17,7 +17,7 @@ from torch import fx, nn
 
 from te_transform.canonicalize import functions
 from te_transform.execution.blocks import are_held_by_parts, blocks
-from te_transform.execution.call_context import Mode, mode_of
+from te_transform.execution.call_context import Mode, ModuleCall
 from te_transform.graph.nodes import called, replaced_function
 
 CHECKPOINTED = (
@@ -123,10 +123,10 @@ class CapturePolicy:
         self.makes_nested = True
         return NESTED_MODEL
 
-    def end_call(self, module: nn.Module) -> None:
-        """Note that a call of `module` has returned."""
-        if type(module) in self.skip_this_mode:
-            self.checkpointed_modes.add(mode_of(module))
+    def end_call(self, call: ModuleCall) -> None:
+        """Note that a call has returned."""
+        if type(call.module) in self.skip_this_mode:
+            self.checkpointed_modes.add(call.mode)
 
     def __deepcopy__(self, memo: dict) -> CapturePolicy:
         return CapturePolicy(self.cut)  # the other attributes come from calls of the copied model

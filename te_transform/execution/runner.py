@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 
 from te_transform.backends.fp8 import gradient_sums
 from te_transform.backends.fp8.precision import Precision
-from te_transform.backends.tracing import in_backward, of_checkpoint, saving_hooks
+from te_transform.backends.tracing import of_checkpoint, saving_hooks
 from te_transform.execution.blocks import blocks, skipped_inside
 from te_transform.execution.call_context import ModuleCall
 from te_transform.execution.captured_graph import CapturedGraph, Observer
@@ -219,7 +219,7 @@ class Runner:
                 with division.standing_in(module.modules()), suppress(_OnStandIns):
                     out = run(module, *call.args, **call.kwargs)
         if self.policy.skip_this_mode:
-            self.policy.end_call(module)
+            self.policy.end_call(call)
         return out
 
     def _settle(self, model: nn.Module) -> None:
@@ -459,5 +459,5 @@ def _may_fail_again(error: Exception, call: ModuleCall) -> bool:
     alone = not (torch.distributed.is_available() and torch.distributed.is_initialized())
     leaves = tree_leaves((call.args, call.kwargs))
     is_plain = all(isinstance(leaf, (Tensor, int, float, str, NoneType)) for leaf in leaves)
-    is_apart = in_backward() or call.is_transformed
+    is_apart = call.in_backward or call.is_transformed
     return isinstance(error, RuntimeError) and on_cpu and alone and is_plain and not is_apart

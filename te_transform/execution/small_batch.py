@@ -14,7 +14,7 @@ from typing import Any
 from te_transform.backends import limits
 from te_transform.backends.fp8.fp8_only import is_fp8_only
 from te_transform.backends.fp8.registry import read_state
-from te_transform.backends.tracing import in_backward
+from te_transform.execution.call_context import CallContext
 from te_transform.execution.call_sizes import expression_of, size_in_call, symbols_of
 from te_transform.execution.graph_version import GraphVersion
 from te_transform.graph.nodes import value
@@ -56,19 +56,20 @@ class SmallBatch:
         """True if fused products gain nothing at any size."""
         return self.is_possible and not (self.gains or self.fuses_all or limits.ignore_size_limits)
 
-    def refuse(self, arguments: Sequence[Any]) -> str | None:
-        """Return why fused products gain nothing in a call with these arguments, or None if they gain.
+    def refuse(self, call: CallContext) -> str | None:
+        """Return why fused products gain nothing in a call, or None if they gain.
 
         Counts the products as plain calls. A checkpoint repeats the forward's decision, because the recipe
         may no longer be active.
         """
         if not self.is_possible or limits.ignore_size_limits:
             return None
+        arguments = call.args
         sizes = tuple(arguments[index] for index in self.symbols)
         if not all(isinstance(size, int) for size in sizes):  # sizes of nested and fake tensors are symbols
             return _DATA_DEPENDENT
         known = self.known.get(sizes)
-        if known is not None and in_backward():
+        if known is not None and call.in_backward:
             return known[0]
         if known is None and len(self.known) >= _KNOWN:
             self.known.clear()

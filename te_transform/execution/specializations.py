@@ -153,7 +153,7 @@ class Specializations:
         if noted is None or noted.ran is None:
             return _REPEATED
         lowered, run, key = noted.ran
-        known = lowered.look(call.args, repeats=True)
+        known = lowered.look(call, repeats=True)
         if known is None or known.key != key:
             return _REPEATED
         return Ready(lowered, run, known, backend=None)
@@ -180,7 +180,7 @@ class Specializations:
     def _ready(self, call: CallContext, sites: frozenset[Site], scaling: Any) -> Ready | str:
         """Return the specialization whose products of `sites` run in FP8, or why there is none."""
         lowered = self.lowered.get(sites) or self._lowered(sites)
-        known = lowered.constant or lowered.look(call.args)
+        known = lowered.constant or lowered.look(call)
         if known is None:
             held_in_fp8 = any(is_fp8_only(call.args[index]) for index in self.products.values())
             return _FP8_ONLY if held_in_fp8 else _UNREADY

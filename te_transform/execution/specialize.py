@@ -8,7 +8,6 @@ from functools import cached_property
 from operator import and_, is_
 from typing import Any
 
-import torch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
@@ -19,6 +18,7 @@ from te_transform.backends.fp8.products import ProductState
 from te_transform.backends.joined import Join
 from te_transform.backends.masks import LookedAt, MaskOp
 from te_transform.backends.tracing import compiling
+from te_transform.execution.call_context import CallContext
 from te_transform.execution.call_sizes import symbols_of, tensor_in_call
 from te_transform.execution.graph_version import GraphVersion
 from te_transform.execution.lower import lower
@@ -158,23 +158,23 @@ class Specialized:
     def _module(self, node: fx.Node) -> Any:
         return self.graph.get_submodule(node.target) if node.op == "call_module" else None
 
-    def look(self, arguments: Sequence[Any], repeats: bool = False) -> Precomputed | None:
+    def look(self, call: CallContext, repeats: bool = False) -> Precomputed | None:
         """Return the precomputed values of a call, or None if it must run uncompiled.
 
         Args:
-            arguments: of the call.
+            call: the call.
             repeats: True if a checkpoint repeats a compiled call.
         """
         if self.constant is not None:
             return self.constant
-        values = self.before.values(arguments)
-        states = {}
+        arguments, is_recorded = call.args, call.records_gradients
+        values, states = self.before.values(arguments), {}
         for site, node in self.products.items():
             weights, bias = self._weights(site, values, arguments), node.args[-1] is not None
             if repeats:
                 state = site.fused.state_again(weights, bias)
             else:
-                trained = [each and torch.is_grad_enabled() for each in self.trained[site]]
+                trained = [each and is_recorded for each in self.trained[site]]
                 state = site.fused.state_for(weights, bias, trained)
             if state is None:
                 return None

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import te_transform
+from te_transform.execution import call_context
 from te_transform.execution.executors import captured, cuda_graph, fused, inductor, user_code
 from tests.attacks import Block
 from tests.models.tiny import WIDTH
@@ -26,6 +29,12 @@ COMPILED, REPLAYED = inductor.Inductor.name, cuda_graph.CudaGraph.name
 X = torch.randn(2, 16, WIDTH, generator=torch.Generator().manual_seed(0)).bfloat16()
 IN_FP8 = {"recipe": te_transform.PrecisionPlan("fp8-current", small_calls=True), "compile": True}
 DELAYED = {"recipe": te_transform.PrecisionPlan("fp8-delayed", small_calls=True), "compile": True}
+
+MODES = {
+    "is_grad_enabled", "is_inference_mode_enabled", "_current_graph_task_id",
+    "_top_saved_tensors_default_hooks", "are_deterministic_algorithms_enabled", "recorded", "transformed",
+    "is_dispatch_mode_on", "is_foreign_mode_on", "is_graph_mode_on",
+}  # fmt: skip
 
 Call = Callable[[nn.Module], Any]
 
@@ -146,16 +155,43 @@ CALLS: dict[str, Row] = {
 @pytest.mark.usefixtures("te", "compilations", "cuda_graphs")
 @pytest.mark.parametrize("name", CALLS)
 def test_the_executor_and_its_reason(name: str, ran: list[str], request: pytest.FixtureRequest) -> None:
+    row, model = prepared(name, request)
+    ran.clear()
+    row.call(model)
+    assert (ran or [OWN]) == row.ran  # dynamo itself runs the user's own code where it captures nothing
+    assert (*reasons(te_transform.report(model)),) == row.why
+
+
+@pytest.mark.usefixtures("te", "compilations", "cuda_graphs")
+@pytest.mark.parametrize("name", CALLS)
+def test_a_mode_is_read_once(name: str, request: pytest.FixtureRequest) -> None:
+    row, model = prepared(name, request)
+    reads: Counter[tuple[Any, str]] = Counter()
+
+    def count(frame: FrameType | None, event: str, function: Any) -> None:
+        called = function.__name__ if event == "c_call" else frame.f_code.co_name
+        caller = frame if event == "c_call" else frame.f_back
+        is_read = event in ("call", "c_call") and called in MODES and caller is not None
+        if is_read and caller.f_code.co_filename == call_context.__file__:
+            reads[caller.f_locals["self"], called] += 1
+
+    sys.setprofile(count)
+    try:
+        row.call(model)
+    finally:
+        sys.setprofile(None)
+    assert {*reads.values()} == {1}
+
+
+def prepared(name: str, request: pytest.FixtureRequest) -> tuple[Row, nn.Module]:
+    """Return a row, and the converted model before its call."""
     row = CALLS[name]
     for fixture in row.fixtures:
         request.getfixturevalue(fixture)
     model = seeded(Block).bfloat16()
     model = te_transform.convert(model, X, verify=False, backend="te", **row.options)
     row.before(model)
-    ran.clear()
-    row.call(model)
-    assert (ran or [OWN]) == row.ran  # dynamo itself runs the user's own code where it captures nothing
-    assert (*reasons(te_transform.report(model)),) == row.why
+    return row, model
 
 
 def reasons(report: te_transform.Report) -> Iterator[str]:

@@ -33,9 +33,9 @@ class Fused:
         if call.observe_only:
             return _CONVERTING
         # calls that a compiler or a recording refused, and observed calls, run with all sites fused
-        if call.is_observed or call.is_transformed or self.is_compiled:
+        if call.is_observed or self.is_compiled or call.is_transformed:
             return None
-        return self.small_batch.refuse(call.args)
+        return self.small_batch.refuse(call)
 
     def run(self, call: CallContext) -> Any:
         """Run the graph."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._C import _disabled_torch_function_impl
 
 from te_transform.execution.blocks import blocks
-from te_transform.execution.call_context import ModuleCall, mode_of
+from te_transform.execution.call_context import ModuleCall
 from te_transform.execution.known_integers import Questions
 from te_transform.execution.material import ReportMaterial
 from te_transform.execution.modes import NOTHING
@@ -73,7 +73,7 @@ class UserCode:
             return _UNCAPTURED
         if policy.makes_nested and call.is_evaluated:
             return _NESTED
-        is_checkpointed = policy.checkpointed_modes and mode_of(call.module) in policy.checkpointed_modes
+        is_checkpointed = policy.checkpointed_modes and call.mode in policy.checkpointed_modes
         return _CHECKPOINTED if is_checkpointed else None
 
     def faster(self, call: ModuleCall) -> str | None:
@@ -121,7 +121,7 @@ class UserCode:
         division = call.division
         if division is None:
             return NOTHING
-        repeats = call.records_gradients and mode_of(call.module) in self.policy.checkpointed_modes
+        repeats = call.records_gradients and call.mode in self.policy.checkpointed_modes
         without = blocks(call.module) if but_blocks else ()
         inside = {id(part) for block in without for part in block.modules()}
         return division.whole((part for part in call.module.modules() if id(part) not in inside), repeats)
