@@ -1,4 +1,4 @@
-"""Fixtures of all tests. By default kernels ignore size limits, because most calls of tests are small."""
+"""Fixtures of all tests. The size limits are those that users have, except in tests with `at_any_size`."""
 
 from __future__ import annotations
 
@@ -41,23 +41,16 @@ def pytest_runtest_teardown() -> None:
         gc.freeze()
 
 
-@pytest.fixture(autouse=True)
-def ignore_size_limits() -> Iterator[None]:
+@pytest.fixture
+def at_any_size() -> Iterator[None]:
     """Run calls with few tokens fused, in kernels if there are any."""
     with limits.ignore_size_limits:
         yield
 
 
 @pytest.fixture
-def at_any_size() -> Iterator[None]:
-    """Run calls with few tokens fused, in a folder whose tests apply the size limits that users have."""
-    with limits.ignore_size_limits:
-        yield
-
-
-@pytest.fixture
-def by_size(ignore_size_limits: None) -> Iterator[None]:
-    """Apply the size limits that users have."""
+def by_size(at_any_size: None) -> Iterator[None]:
+    """Apply the size limits that users have, in a module whose other tests ignore them."""
     before, limits.ignore_size_limits.entered = limits.ignore_size_limits.entered, 0
     yield
     limits.ignore_size_limits.entered = before

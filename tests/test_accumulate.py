@@ -13,6 +13,8 @@ from te_transform.backends.fp8.registry import state_of
 from te_transform.execution.attach import runner_of
 from tests import stand_in
 
+pytestmark = pytest.mark.usefixtures("at_any_size")
+
 WIDTH = 32
 
 

@@ -25,6 +25,8 @@ from te_transform.execution.policy import CHECKPOINTED_BY_HOOKS
 from tests import compilers
 from tests.attacks import WIDTH, Block, Pair, X
 
+pytestmark = pytest.mark.usefixtures("at_any_size")
+
 LABELS = torch.arange(X.shape[1]).expand(X.shape[:2])
 WORDS = 24
 MOST_CALLS = 35  # of Python, for each call of a block

@@ -21,6 +21,8 @@ from tests.functions import Cube, Doubled, Tripled
 from tests.models.tiny import WIDTH, Tiny
 from tests.zoo import seeded
 
+pytestmark = pytest.mark.usefixtures("at_any_size")
+
 # Modes that a forward enters
 
 

@@ -16,6 +16,8 @@ from tests.bitwise import untouched
 from tests.models.tiny import MLP, WIDTH
 from tests.zoo import seeded
 
+pytestmark = pytest.mark.usefixtures("at_any_size")
+
 
 class Norm(nn.Module):
     """The common base of the norms below, each of which has its own forward."""

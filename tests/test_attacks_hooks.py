@@ -20,6 +20,8 @@ from tests.attacks import Act, Attends, Pair, X, call, named, with_input_gradien
 from tests.models.tiny import Tiny
 from tests.zoo import seeded
 
+pytestmark = pytest.mark.usefixtures("at_any_size")
+
 PATHS = [
     "norm",
     "blocks.0",

@@ -15,6 +15,8 @@ import te_transform
 from tests.attacks import Act, Pair, named
 from tests.zoo import seeded
 
+pytestmark = pytest.mark.usefixtures("at_any_size")
+
 IDS = torch.randint(3, 50, (2, 6), generator=torch.Generator().manual_seed(0))
 LONG = torch.randint(3, 50, (2, 12), generator=torch.Generator().manual_seed(1))
 PADDED = torch.tensor([[1] * 6, [0, 0, 1, 1, 1, 1]])

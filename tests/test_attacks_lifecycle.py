@@ -17,6 +17,8 @@ from tests.attacks import OTHER, Attends, Block, Pair, X, assert_same, with_inpu
 from tests.models.tiny import WIDTH, Tiny
 from tests.zoo import seeded
 
+pytestmark = pytest.mark.usefixtures("at_any_size")
+
 K = "blocks.0.attention.k_proj"
 JOINED = "merge_siblings layernorm_mlp"
 

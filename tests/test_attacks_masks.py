@@ -19,6 +19,8 @@ from tests.compilers import Compiler
 from tests.models.tiny import WIDTH
 from tests.zoo import seeded
 
+pytestmark = pytest.mark.usefixtures("at_any_size")
+
 HEADS, SIZE, LONGEST = 2, 8, 12
 NEGATIVE, MINIMUM = float("-inf"), torch.finfo(torch.float32).min
 

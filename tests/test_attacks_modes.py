@@ -22,6 +22,8 @@ from tests.models.tiny import WIDTH, Tiny
 from tests.reading import ABSENT, Options, Reads, reads
 from tests.zoo import seeded
 
+pytestmark = pytest.mark.usefixtures("at_any_size")
+
 SCALE = 1.0
 TABLE = {"scale": 1.0}
 CONTEXT = ContextVar("scale", default=1.0)

@@ -17,6 +17,8 @@ from tests.attacks import Attends, Block, Pair, X, call, named, with_input_gradi
 from tests.models.tiny import WIDTH, Tiny
 from tests.zoo import seeded
 
+pytestmark = pytest.mark.usefixtures("at_any_size")
+
 Q, K, FC1, NORM, HEAD = (
     "blocks.0.attention.q_proj",
     "blocks.0.attention.k_proj",

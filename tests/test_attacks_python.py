@@ -14,6 +14,8 @@ from tests.attacks import Block, Pair, differ
 from tests.models.tiny import WIDTH
 from tests.reading import ABSENT, Options, reads
 
+pytestmark = pytest.mark.usefixtures("at_any_size")
+
 
 def through(modules: Iterable[nn.Module], x: Tensor) -> Tensor:
     for module in modules:

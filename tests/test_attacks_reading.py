@@ -14,6 +14,8 @@ from tests.attacks import OTHER, Pair, X
 from tests.functions import Cube, Doubled, Tripled
 from tests.models.tiny import MLP, WIDTH, Attention
 
+pytestmark = pytest.mark.usefixtures("at_any_size")
+
 
 class Normed(nn.Module):
     """A norm, its readers, and somebody else who reads it, before them or after."""

@@ -19,6 +19,8 @@ from tests.attacks import Attends, Pair, X, each, odd
 from tests.models.tiny import WIDTH, Tiny
 from tests.zoo import seeded
 
+pytestmark = pytest.mark.usefixtures("at_any_size")
+
 
 def counting(self: Any, x: Tensor) -> Tensor:
     self.calls += 1

@@ -15,6 +15,8 @@ from tests.attacks import Pair, X, assert_same, named, observed, with_input_grad
 from tests.models.tiny import WIDTH, Attention, Tiny
 from tests.zoo import seeded
 
+pytestmark = pytest.mark.usefixtures("at_any_size")
+
 ATTENTION = "blocks.0.attention"
 PROJECTIONS = [f"{ATTENTION}.{name}_proj" for name in "qkv"]
 PATHS = ["", "blocks.0.norm1", ATTENTION, "blocks.0.mlp.fc2", "head"]

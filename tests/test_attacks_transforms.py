@@ -21,6 +21,8 @@ from tests.attacks import OTHER, Act, Attends, Pair, X, assert_same, call, with_
 from tests.models.tiny import WIDTH, Tiny
 from tests.zoo import seeded
 
+pytestmark = pytest.mark.usefixtures("at_any_size")
+
 JOINED = "merge_siblings layernorm_mlp"
 
 

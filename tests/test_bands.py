@@ -22,6 +22,8 @@ from tests.recordings import Recorder
 from tests.reference_kernels import within_band, within_documents
 from tests.zoo import zero_dropout
 
+pytestmark = pytest.mark.usefixtures("at_any_size")
+
 LATER = pytest.mark.integration
 
 SIZE = 12

@@ -16,7 +16,7 @@ from te_transform.graph.inputs import Inputs
 from tests import stand_in
 from tests.bitwise import untouched
 
-pytestmark = pytest.mark.usefixtures("te")
+pytestmark = pytest.mark.usefixtures("at_any_size", "te")
 WIDTH = 32
 
 

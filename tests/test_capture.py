@@ -37,6 +37,8 @@ from tests.conversions import calls, logged
 from tests.models.tiny import WIDTH, Tiny
 from tests.zoo import seeded
 
+pytestmark = pytest.mark.usefixtures("at_any_size")
+
 front_door = import_module("te_transform.convert")  # the package's `convert` is the function
 backend = front_door.te_transform
 

@@ -186,6 +186,7 @@ def listed(folder: Path) -> str:
     return str(folder / "list.json")
 
 
+@pytest.mark.usefixtures("at_any_size")
 def test_inspect_a_config(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
     page = folder / "page.html"
     assert main(["inspect", "llama", "--recipe", "fp8-delayed", "--html", str(page)]) == 0

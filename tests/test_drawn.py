@@ -773,6 +773,7 @@ def check_in_fp8(drawing: Drawing) -> None:
     assert not any("Error" in sentence for sentence in runner_of(converted).material.notes)
 
 
+@pytest.mark.usefixtures("at_any_size")
 @pytest.mark.parametrize("part", PARTS[: max(1, len(PARTS) // 10)])
 def test_a_drawn_model_in_fp8_follows_what_is_changed(part: int, te: ModuleType) -> None:
     tried(part, min(MODELS // 8, 20), lambda drawing: check_in_fp8(in_fp8(drawing)))

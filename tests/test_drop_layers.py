@@ -32,6 +32,8 @@ from tests.compilers import Compiler
 from tests.conversions import DISTINCT, PLANNED_LATER, as_built, each, run
 from tests.dropped import LAYERS, WIDTH, Fixed, Net, X, are_equal, by_hand, dropping, gradients, net
 
+pytestmark = pytest.mark.usefixtures("at_any_size")
+
 # what is drawn
 
 

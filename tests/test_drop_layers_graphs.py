@@ -20,6 +20,8 @@ from tests.dropped import LAYERS, Fixed, Net, X, are_equal, by_hand, dropping, g
 from tests.recordings import Recorder
 from tests.zoo import seeded, zero_dropout
 
+pytestmark = pytest.mark.usefixtures("at_any_size")
+
 KEPT = {f"blocks.{number}": 1.0 for number in range(LAYERS)}
 PIECES = LAYERS + 1  # and the head
 

@@ -23,6 +23,8 @@ from te_transform.verify.verification import Verification
 from te_transform.verify.verify import verify
 from tests import stand_in
 
+pytestmark = pytest.mark.usefixtures("at_any_size")
+
 KINDS = ("delayed", "float8_current_scaling", "float8_block_scaling", "mxfp8")
 
 

@@ -140,6 +140,7 @@ INSIDE: dict[str, ModuleType] = {
 }
 
 
+@pytest.mark.usefixtures("at_any_size")
 @pytest.mark.parametrize(
     ("after", "error", "inplace"), [(True, KeyboardInterrupt, True), (False, Fault, False)]
 )

@@ -14,7 +14,7 @@ from te_transform.execution import gathered
 from te_transform.execution.attach import original_forward
 from tests import ranks
 
-pytestmark = pytest.mark.usefixtures("te", "process_group", "compilations")
+pytestmark = pytest.mark.usefixtures("at_any_size", "te", "process_group", "compilations")
 
 Forward = Callable[[nn.Module, Tensor], Tensor]
 

@@ -176,6 +176,7 @@ def test_a_failed_conversion_is_logged(logged: Lines, tmp_path: Path) -> None:
     training.train()
 
 
+@pytest.mark.usefixtures("at_any_size")
 def test_prepare_trains_as_accelerate_does(logged: Lines) -> None:
     accelerator = accelerate.Accelerator(cpu=True)
     found = []

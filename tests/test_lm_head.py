@@ -16,7 +16,7 @@ from tests.compilers import Compiler
 from tests.recordings import Recorder
 from tests.zoo import seeded
 
-pytestmark = pytest.mark.usefixtures("compilations", "cuda_graphs", "te")
+pytestmark = pytest.mark.usefixtures("at_any_size", "compilations", "cuda_graphs", "te")
 
 COLUMNS = 4100
 LABELS = torch.randint(COLUMNS, X.shape[:2], generator=torch.Generator().manual_seed(0))

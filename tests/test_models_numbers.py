@@ -2,6 +2,7 @@
 
 import copy
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -24,6 +25,8 @@ from tests.conversions import (
     run,
 )
 from tests.zoo import CASES, Case, Inputs, zero_dropout
+
+pytestmark = pytest.mark.usefixtures("at_any_size")
 
 ULP = 2**-8  # of bf16
 FRESH = 1  # the seed of inputs that no model was converted with

@@ -2,12 +2,15 @@
 
 import copy
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 import te_transform
 from tests.conversions import ALL, EVERYWHERE, as_built, each, error, run, same_bits
 from tests.zoo import CASES
+
+pytestmark = pytest.mark.usefixtures("at_any_size")
 
 every_case = each(ALL)
 HERE = {

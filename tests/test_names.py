@@ -15,6 +15,8 @@ from tests.attacks import Block, Loops, Pair, X, call, with_input_gradient
 from tests.models.tiny import WIDTH
 from tests.zoo import seeded
 
+pytestmark = pytest.mark.usefixtures("at_any_size")
+
 
 class Stack(nn.Module):
     def __init__(self, count: int = 2):

@@ -25,6 +25,8 @@ from tests.packages import (
     weights,
 )
 
+pytestmark = pytest.mark.usefixtures("at_any_size")
+
 CROSSWISE = pytest.mark.parametrize(
     ("saved", "loaded"), [("original", "converted"), ("converted", "original"), ("converted", "converted")]
 )

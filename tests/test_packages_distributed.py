@@ -29,7 +29,11 @@ from te_transform.backends.joined import adjacent
 from tests.packages import BATCHES, LLAMA_IDS, close, convert, llama, original
 from tests.ranks import NAMES, spawn
 
-pytestmark = [pytest.mark.integration, pytest.mark.xdist_group("distributed")]  # `results` once a process
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.xdist_group("distributed"),  # `results` once a process
+    pytest.mark.usefixtures("at_any_size"),
+]
 STEPS = 20
 
 Change = Callable[[nn.Module], nn.Module]

@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from tests.conversions import logged
 from tests.packages import IDS, Make, close, converted, original
 
+pytestmark = pytest.mark.usefixtures("at_any_size")
+
 LONGER = torch.cat([IDS, IDS.flip(0)])[:, :6]
 
 

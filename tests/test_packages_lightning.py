@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from tests.packages import BATCHES, MODELS, close, weights
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("at_any_size")]
 
 lightning = pytest.importorskip("lightning")
 

@@ -13,6 +13,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from tests.packages import BATCHES, IDS, MODELS, both, close, convert, gradients, original, train, weights
 
+pytestmark = pytest.mark.usefixtures("at_any_size")
+
 
 def matrices(model: nn.Module) -> list[nn.Parameter]:
     return [p for name, p in model.named_parameters() if p.dim() == 2 and "embedding" not in name]

@@ -12,6 +12,8 @@ from torch import nn
 import te_transform
 from tests.packages import BATCHES, both, close, converted, gradients, original, train, weights
 
+pytestmark = pytest.mark.usefixtures("at_any_size")
+
 SOME = ["q_proj", "v_proj", "up_proj"]
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 import te_transform
 from tests.packages import IDS, Make, close, convert, converted, original
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("at_any_size")]
 
 Quantize = Callable[[nn.Module], object]
 

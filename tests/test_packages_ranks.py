@@ -21,7 +21,11 @@ import te_transform
 from tests.packages import BATCHES, LLAMA_IDS, close, convert, converted_llama, llama, original
 from tests.ranks import install_stand_in, spawn
 
-pytestmark = [pytest.mark.integration, pytest.mark.xdist_group("distributed")]
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.xdist_group("distributed"),
+    pytest.mark.usefixtures("at_any_size"),
+]
 
 
 def with_ddp() -> accelerate.Accelerator:

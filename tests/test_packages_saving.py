@@ -17,7 +17,10 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from tests.packages import BATCHES, MODELS, close, converted, original, train, weights
 
 # no group of processes is needed here
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
+    pytest.mark.usefixtures("at_any_size"),
+]
 
 Save = Callable[[nn.Module, Path], Any]
 

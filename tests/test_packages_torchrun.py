@@ -10,7 +10,11 @@ import pytest
 
 from tests.packages import close
 
-pytestmark = [pytest.mark.integration, pytest.mark.xdist_group("torchrun")]  # `losses` once a process
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.xdist_group("torchrun"),  # `losses` once a process
+    pytest.mark.usefixtures("at_any_size"),
+]
 ROOT = Path(__file__).parent.parent
 EXAMPLE, KILLED = ROOT / "examples/train_fsdp.py", ROOT / "tests/killed.py"
 STEPS, EVERY = 8, 2

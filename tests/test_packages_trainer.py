@@ -15,7 +15,11 @@ import te_transform
 from te_transform.backends.fp8.registry import state_of
 from tests.packages import LLAMA_IDS, close, converted_llama, llama, training_arguments
 
-pytestmark = [pytest.mark.integration, pytest.mark.xdist_group("trainer")]  # `runs` once a process
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.xdist_group("trainer"),  # `runs` once a process
+    pytest.mark.usefixtures("at_any_size"),
+]
 
 MODELS: dict[str, Callable[[], nn.Module]] = {"original": llama, "converted": converted_llama}
 ALMOST = {"rtol": 1e-3, "atol": 1e-5}  # after steps in float32

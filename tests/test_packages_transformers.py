@@ -11,6 +11,8 @@ from torch import Tensor, nn
 import te_transform
 from tests.packages import LLAMA_IDS, close, converted_llama, llama
 
+pytestmark = pytest.mark.usefixtures("at_any_size")
+
 PROMPT = {"input_ids": LLAMA_IDS[:2, :6], "attention_mask": torch.tensor([[0, 0, 1, 1, 1, 1], [1] * 6])}
 LONGER = {"max_new_tokens": 6, "pad_token_id": 0}
 ALMOST = {"rtol": 1e-4, "atol": 1e-5}

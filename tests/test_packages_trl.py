@@ -7,7 +7,7 @@ import pytest
 
 from tests.packages import LLAMA_IDS, Make, close, converted_llama, llama, tokenizer
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("at_any_size")]
 
 trl = pytest.importorskip("trl")
 datasets = pytest.importorskip("datasets")

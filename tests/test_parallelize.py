@@ -44,6 +44,8 @@ from tests.zoo import (
     zero_dropout,
 )
 
+pytestmark = pytest.mark.usefixtures("at_any_size")
+
 distributed = [pytest.mark.integration, pytest.mark.xdist_group("distributed")]
 
 ALL |= {name: FAMILIES[name] for name in ("gpt_oss", "cohere")}

@@ -14,7 +14,11 @@ from tests import compilers
 from tests.divided import FP8_CASES, Dropped, gradients, original_for_fp8, sample_of
 from tests.ranks import install_stand_in, mesh, spawn
 
-pytestmark = [pytest.mark.integration, pytest.mark.xdist_group("distributed")]
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.xdist_group("distributed"),
+    pytest.mark.usefixtures("at_any_size"),
+]
 
 
 def compared(by_inductor: bool, recipe: str | None = None) -> dict[str, Any]:

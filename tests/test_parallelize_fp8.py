@@ -20,6 +20,8 @@ from tests.ranks import install_stand_in, mesh, scales_before, spawn
 from tests.stand_in import Base
 from tests.zoo import Case
 
+pytestmark = pytest.mark.usefixtures("at_any_size")
+
 distributed = [pytest.mark.integration, pytest.mark.xdist_group("distributed")]
 
 # sizes of which each of four ranks has a multiple of 16; q, k and v apart, and as one weight that is stored

@@ -24,7 +24,11 @@ from tests.ranks import install_stand_in, mesh, spawn
 from tests.recordings import Recording
 from tests.zoo import zero_dropout
 
-pytestmark = [pytest.mark.integration, pytest.mark.xdist_group("distributed")]
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.xdist_group("distributed"),
+    pytest.mark.usefixtures("at_any_size"),
+]
 
 CALLS = 5
 

@@ -4,6 +4,7 @@ import copy
 import warnings
 from collections.abc import Callable
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -15,6 +16,8 @@ from tests.attacks import Pair, X, each, with_input_gradient
 from tests.bitwise import untouched
 from tests.models.tiny import MLP, WIDTH, Attention, Block, Tiny
 from tests.zoo import seeded
+
+pytestmark = pytest.mark.usefixtures("at_any_size")
 
 # Parts of other kinds
 

@@ -31,7 +31,7 @@ each_recipe = pytest.mark.parametrize("recipe", RECIPES)
 by_delayed_scales = pytest.mark.parametrize(
     "recipe", ["fp8-delayed", pytest.param("fp8-current", marks=pytest.mark.integration)]
 )
-pytestmark = pytest.mark.usefixtures("te")
+pytestmark = pytest.mark.usefixtures("at_any_size", "te")
 
 
 class Net(nn.Module):

@@ -671,7 +671,7 @@ def test_findings_are_ranked_by_gain() -> None:
 # Converted and compiled models
 
 
-def test_a_converted_model_is_profiled_by_its_sites(ignore_size_limits: None) -> None:
+def test_a_converted_model_is_profiled_by_its_sites(at_any_size: None) -> None:
     made = te_transform.convert(model("written out"), X, backend="torch", verify=False)
     made(X).sum().backward()
     captured = te_transform.report(made).fallbacks
@@ -683,7 +683,6 @@ def test_a_converted_model_is_profiled_by_its_sites(ignore_size_limits: None) ->
     assert not any("labels" in type(each).__name__ for graph in graphs(made) for each in graph.executors)
 
 
-@pytest.mark.usefixtures("by_size")
 def test_a_converted_model_that_gains_nothing_is_profiled_by_its_modules() -> None:
     """Such calls may run the user's own code, in which modules have no labels."""
     made = te_transform.convert(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()), X, backend="torch")

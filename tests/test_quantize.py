@@ -20,6 +20,8 @@ from te_transform.execution.fp8_only import dequantize_weights
 from te_transform.fp8_only.weights import FP8Weight, quantize_together
 from tests import stand_in
 
+pytestmark = pytest.mark.usefixtures("at_any_size")
+
 WIDTH = 32
 
 

@@ -20,6 +20,8 @@ from te_transform.backends.tensor_registry import TensorRegistry
 from te_transform.fp8_only.weights import quantize_together
 from tests.ranks import WIDTH, Block
 
+pytestmark = pytest.mark.usefixtures("at_any_size")
+
 REGISTRIES = (PARAMETERS, joined._MEMORY_LAYOUTS, joined._ORIGINS)
 
 

@@ -18,6 +18,8 @@ from te_transform.backends import limits
 from te_transform.backends.fp8 import precision, scale_table
 from tests import ranks
 
+pytestmark = pytest.mark.usefixtures("at_any_size")
+
 KERNELS = 6  # a joined product, one by itself and an MLP in each block; the head is not in FP8
 PRODUCTS = KERNELS + 2  # an MLP has two
 

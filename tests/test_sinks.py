@@ -20,6 +20,8 @@ from tests.conversions import error, run
 from tests.families import FAMILIES
 from tests.zoo import seeded
 
+pytestmark = pytest.mark.usefixtures("at_any_size")
+
 gpt_oss = FAMILIES["gpt_oss"]
 
 

@@ -14,6 +14,8 @@ import te_transform
 from tests.models import mingpt, nanochat, tiny, whisper, xtransformers
 from tests.zoo import seeded
 
+pytestmark = pytest.mark.usefixtures("at_any_size")
+
 
 class Together(nn.Module):
     """Attention and MLP in the forward of one module."""

@@ -25,6 +25,8 @@ from te_transform.backends.joined import Join, make_adjacent
 from te_transform.graph import ops
 from tests import stand_in
 
+pytestmark = pytest.mark.usefixtures("at_any_size")
+
 ROWS, WIDTH, INNER = 32, 32, 48
 NORMS = {
     **dict.fromkeys(("layer", "layer, no bias", "layer, bare"), ("LayerNorm", False)),

@@ -19,6 +19,8 @@ from te_transform.plan.precision_plan import RECIPES
 from tests import stand_in
 from tests.te_contract import record
 
+pytestmark = pytest.mark.usefixtures("at_any_size")
+
 CONTRACT = json.loads(record.FILE.read_text(encoding="utf-8"))
 TE = record.source()
 FORMS = {record.title(name, given): (name, given) for name, given in record.argument_sets()}

@@ -458,7 +458,7 @@ def test_the_report_says_where_fused_products_gain_nothing() -> None:
 
 @pytest.mark.parametrize("in_fp8", [True, False])
 @pytest.mark.parametrize("width", [64, 1024, 4096])
-def test_calls_are_too_small_below_that_number_of_tokens(width: int, in_fp8: bool, by_size: None) -> None:
+def test_calls_are_too_small_below_that_number_of_tokens(width: int, in_fp8: bool) -> None:
     tokens = limits.break_even_rows(width, in_fp8)
     assert limits.too_small(tokens - 1, width, in_fp8)
     assert limits.too_small(tokens, width, in_fp8) is None
@@ -486,7 +486,7 @@ def test_a_product_gains_from_a_number_of_rows_on(
     assert least == (math.ceil(work / 1000**2) if work < math.inf else math.inf)
 
 
-def test_merged_products_are_inactive_below_the_limit_of_their_joined_weight(by_size: None) -> None:
+def test_merged_products_are_inactive_below_the_limit_of_their_joined_weight() -> None:
     """The call runs one product with the joined weight, whose smaller side is wider than q alone."""
     case = replace(CASES["llama"], build=partial(CASES["llama"].build, head_dim=HIDDEN // 8))
     options = {"recipe": PrecisionPlan("fp8-delayed", {}), "graphs": True}

@@ -20,6 +20,8 @@ from tests.attacks import Block
 from tests.models.tiny import WIDTH
 from tests.zoo import seeded
 
+pytestmark = pytest.mark.usefixtures("at_any_size")
+
 LENGTH = 6
 X = torch.randn(2, LENGTH, WIDTH, generator=torch.Generator().manual_seed(0))
 CAUSAL = nn.Transformer.generate_square_subsequent_mask(LENGTH)

@@ -40,6 +40,8 @@ from te_transform.verify.verify import verify
 from tests.models.tiny import WIDTH, Tiny
 from tests.zoo import CASES, seeded
 
+pytestmark = pytest.mark.usefixtures("at_any_size")
+
 X = torch.randn(2, 5, WIDTH)
 
 

@@ -16,6 +16,8 @@ from te_transform.graph.inputs import Inputs
 from tests.attacks import Block, Pair, call, with_input_gradient
 from tests.models.tiny import WIDTH
 
+pytestmark = pytest.mark.usefixtures("at_any_size")
+
 X = torch.randn(2, 6, WIDTH, generator=torch.Generator().manual_seed(0))
 Write = Callable[[Tensor], None]
 

@@ -14,11 +14,6 @@ from te_transform.execution.executors.inductor import Inductor
 from te_transform.execution.executors.user_code import UserCode
 
 
-@pytest.fixture(autouse=True)
-def ignore_size_limits() -> None:
-    """Apply the size limits that users have. Tests that need fused calls of any size use at_any_size."""
-
-
 @pytest.fixture
 def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Return the names of the executors that run calls, in the order of the calls."""

@@ -15,5 +15,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _no_captures_of_other_tests() -> None:
+def _fused_and_captured_anew(at_any_size: None) -> None:
     torch._dynamo.reset()  # all models of a class share dynamo's cache, which has its limit
