@@ -84,7 +84,7 @@ class RunningBackward:
         self._update: Callable[[], None] | None = None
 
     def after(self, forward: ForwardNodes | None, update: Callable[[], None]) -> None:
-        """Call `update` when the backward of `forward` ends: before that of another one, or at the end."""
+        """Call `update` when the backward of `forward` ends: before the next backward, or at the end."""
         if self._update is not None and self._forward is not forward:
             self._update()
         self._forward, self._update = forward, update
@@ -112,7 +112,7 @@ def running_backward() -> RunningBackward:
 def repeating_node() -> RepeatingNode:
     """Return the node for which a checkpoint repeats the current call, within a backward.
 
-    Checkpoints in the backward of a reentrant checkpoint repeat the same forward, whose node is that of the
+    Checkpoints in the backward of a reentrant checkpoint repeat the same forward. Its node belongs to the
     outermost backward.
     """
     backward = running_backward()

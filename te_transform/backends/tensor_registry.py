@@ -38,7 +38,7 @@ class TensorRegistry(Generic[Record]):
 
     def _end(self, number: int, reference: weakref.ref[Tensor]) -> None:
         entry = self._records.get(number)
-        if entry is not None and entry[0] is reference:  # not yet that of a new tensor at this address
+        if entry is not None and entry[0] is reference:  # no new tensor has taken this address yet
             del self._records[number]
 
     def __len__(self) -> int:

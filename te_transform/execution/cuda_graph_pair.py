@@ -14,7 +14,8 @@ from torch import Tensor
 class CudaGraphPair:
     """The CUDA graphs of a forward (`first`) and of its backward (`second`).
 
-    A replay of `first` computes `outputs` again, and one of `second` the `gradients` of the last forward.
+    A replay of `first` computes `outputs` again. A replay of `second` computes the `gradients` of the last
+    forward.
 
     Args:
         forward: returns tensors; runs once, while it is recorded.

@@ -291,7 +291,7 @@ def predicted_seconds(
 def predicted_classes(
     plans: Sequence[tuple[str, Plan]], options: Options, precision: PrecisionPlan | None, training: bool
 ) -> dict[str, float]:
-    """Return the seconds of a call by class of operations, and those in which the GPU waits for the CPU."""
+    """Return the seconds of a call by class of operations, and the seconds that the GPU waits for the CPU."""
     works = works_of(plans, run_mode_of(options), precision, training)
     seconds_by_class: Counter[str] = Counter()
     for mode, work in works:

@@ -170,7 +170,7 @@ def _multiplies_several(node: fx.Node) -> bool:
 def _may_be_scores(node: fx.Node) -> bool:
     """Return True for a node that may lie between two products.
 
-    Linears, norms, fused ops and boolean masks may not, apart from linears across heads.
+    The exceptions are norms, fused ops, boolean masks, and linears that do not mix heads.
     """
     is_call = node.op in ("call_function", "call_method")
     is_inside = node.target not in ENDS or _mixes_heads(node)

@@ -63,7 +63,7 @@ class LayerCalls:
         return self.policy().is_on()
 
     def decision(self) -> Decision | None:
-        """Return the decision for this forward, or in a backward that of the forward which is repeated.
+        """Return the decision for this forward, or for the forward that a backward repeats.
 
         None lets all layers run.
         """

@@ -129,7 +129,7 @@ def unreached_arguments(layers: Sequence[Layer]) -> list[fx.Node]:
     """
     graph, ends = layers[0].end.graph, {layer.start: layer.end for layer in layers}
     left_out = {node for layer in layers for node in layer.inside} - set(ends.values())
-    leading: set[fx.Node] = set()  # to the output
+    leading: set[fx.Node] = set()  # the nodes that lead to the output
     for node in reversed(graph.nodes):
         is_read = not leading.isdisjoint(node.users) or ends.get(node) in leading
         if node.op == "output" or (is_read and node not in left_out):

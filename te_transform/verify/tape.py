@@ -64,7 +64,7 @@ class Tape:
         return around_calls(plain_modules(self.model), self._start, self._end, raising=False)
 
     def _start(self, path: str, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
-        # a view of its own, whose gradient is that of this call alone
+        # a new view, whose gradient comes from this call alone
         named = {name: _trained_view(value) for name, value in kwargs.items()}
         views = tuple(map(_trained_view, args)), named
         self._record(Moment(path, self.calls[path], True), views)

@@ -19,7 +19,7 @@ class NotedCall:
 
     Attributes:
         in_fp8: True if they ran in FP8.
-        in_recipe: True if they were meant to run in FP8. The first ones have no scales yet.
+        in_recipe: True if they were meant to run in FP8. The first calls have no scales yet.
         ran: the compiled function that ran a graph, with its key; None if the graph ran fused.
         scales: a copy of the scales of delayed scaling.
         state: the state with which compiled graphs repeat a product.

@@ -143,7 +143,7 @@ class Precision:
     def scales(self, model: nn.Module) -> dict[str, scale_table.ScaleRow]:
         """Return the state of delayed scaling by weight name.
 
-        The state is that of all processes that share the model. They must call this together.
+        The state belongs to all processes that share the model. They must call this together.
         """
         self._name_parameters(model)  # new parameters in joined groups have no name yet
         saved, kernels = self.template(model), self._kernels()

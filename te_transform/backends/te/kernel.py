@@ -54,7 +54,7 @@ class Kernel(LazyModule):
         self.seen = RecordedAmax.of(len(weights))
         self.weights = [Source.of(weight) for weight in weights]
         self.in_recipe = False  # True if the last call was meant to run in FP8
-        self.in_fp8 = False  # True if it did; False if there were no scales yet
+        self.in_fp8 = False  # True if the call ran in FP8; False before there are scales
         self.last = 0  # the number of the last forward in training that it ran in
         self.calls = NotedCalls()
         self.kept = KeptWeights()

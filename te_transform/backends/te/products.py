@@ -172,7 +172,7 @@ class _TEProduct(MatrixProduct):
     def _has_scales(
         self, kernel: Kernel, recipe: Any, weights: Sequence[Tensor], trained: Sequence[bool]
     ) -> bool:
-        """Return True if the kernel has scales for a call; compute the first ones if it can."""
+        """Return True if the kernel has scales for a call; compute the first scales if it can."""
         are_new = kernel.look_at(weights)
         if not is_delayed(recipe):
             return True
@@ -182,7 +182,7 @@ class _TEProduct(MatrixProduct):
         if kernel.seen.knows(trained):
             kernel.give_scales(recipe, trained)
         if are_new and is_evaluating() and not recorded():
-            kernel.fit(recipe, weights)  # the scales may be those of weights before these
+            kernel.fit(recipe, weights)  # the scales may belong to earlier weights
         return kernel.seen.knows(trained)
 
     def _calibrated(self, kernel: Kernel, x: Tensor, tensors: Sequence[Tensor | None]) -> Out:

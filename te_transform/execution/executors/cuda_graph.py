@@ -352,7 +352,7 @@ class Forward:
 
 
 class Replay(torch.autograd.Function):
-    """A replayed call. Its backward replays the recorded one, or reruns the function if that would be wrong.
+    """A replayed call. Its backward replays the recorded one, or reruns the function if a replay is wrong.
 
     A rerun serves a second backward, a differentiated backward, and outputs without recorded gradients.
     """
