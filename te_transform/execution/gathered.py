@@ -84,7 +84,7 @@ class _Call:
 _pending: weakref.WeakKeyDictionary[nn.Module, Pending] = weakref.WeakKeyDictionary()
 
 
-def run_gathered(call: ModuleCall, run: Callable[[], Any], tell: Callable[[str], None]) -> Any:
+def run_gathered(call: ModuleCall, run: Callable[[ModuleCall], Any], tell: Callable[[str], None]) -> Any:
     """Run a call. Leave out the next all-gather of a block's parameters if the backward reads none of them.
 
     A backward that reads a parameter holds its memory after the forward.
@@ -96,12 +96,12 @@ def run_gathered(call: ModuleCall, run: Callable[[], Any], tell: Callable[[str],
     """
     block = call.module
     if not (_may_skip(call) and _is_supported(block)):
-        return run()
+        return run(call)
     parameters = [*block.parameters()]
     before, ran = [*map(holders, parameters)], RunGraphs()
     token = _ran.set(ran)
     try:
-        out = run()
+        out = run(call)
     finally:
         _ran.reset(token)
     is_compiled = ran == RunGraphs(1, 1) and not call.is_checkpointed

@@ -114,7 +114,7 @@ class Runner:
         call = ModuleCall(role, module, forward, args, kwargs, self.options, self.division)
         run = self._run_root if call.is_root else self._run
         if call.is_block and self.options.recipe is not None:
-            run = self._run_gathered
+            run = partial(run_gathered, run=self._run, tell=self.tell)
         extension = self.extension
         token = _calling.set(call)
         try:
@@ -135,10 +135,6 @@ class Runner:
         if material.next_call == []:
             material.next_call = self.graphs[before:]
         return out
-
-    def _run_gathered(self, call: ModuleCall) -> Any:
-        """Run a call of a block, and decide on FSDP2's all-gather for its backward."""
-        return run_gathered(call, partial(self._run, call), self.tell)
 
     def _run(self, call: ModuleCall) -> Any:
         """Run the user's own code or captured graphs."""

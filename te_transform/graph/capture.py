@@ -126,7 +126,7 @@ def capture(
         # also reached by the backward of an op, if a forward calls autograd between two graphs
         if leaves() or frame.f_code.co_filename.startswith(_OP_FOLDERS):
             return ConvertFrameReturn(apply_to_code=False)  # only this call; later calls ask again
-        code, transformed = frame.f_code, _in_transform()
+        code, transformed = frame.f_code, torch._C._functorch.peek_interpreter_stack() is not None
         key = code, transformed, id(module_in_frame(frame))
         if times[key] >= MOST_TRACED:
             return _run_original_at_limit(key, times)
@@ -204,11 +204,6 @@ def _gives_up(traced: ConvertFrameReturn, code: CodeType, transformed: bool) -> 
     PyTorch's own code does not count. Failures inside a transform do not count: they depend on the tensors.
     """
     return traced.guarded_code is None and not transformed and not trace_rules.check(code)
-
-
-def _in_transform() -> bool:
-    """Return True inside a torch.func transform such as grad()."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def _run_original_at_limit(traced: _Traced, times: Counter[_Traced]) -> ConvertFrameReturn:

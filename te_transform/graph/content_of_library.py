@@ -195,10 +195,6 @@ _HANDLES = (
 )  # fmt: skip
 
 
-def _of_handle(value: Any) -> Content:
-    return Unsaved(value, _EXTERNAL_STATE)
-
-
 def _of_file(value: io.IOBase) -> Content | None:
     streams = sys.stdin, sys.stdout, sys.stderr, sys.__stdin__, sys.__stdout__, sys.__stderr__
     if value.closed or any(value is stream for stream in streams):
@@ -308,7 +304,7 @@ def _seeds_of(value: Any) -> list[Any]:
 def kind_of(kind: type) -> Callable[[Any], Content | None] | None:
     """Return the function that takes a snapshot of objects of a C class, or None if there is none."""
     if home_of(kind) in _HANDLES:
-        return _of_handle
+        return partial(Unsaved, why=_EXTERNAL_STATE)
     reader = next((content for kinds, content in _LIBRARY_READERS if issubclass(kind, kinds)), None)
     if reader is None and (numpy := sys.modules.get("numpy")) is not None:
         reader = _reader_of_numpy(kind, numpy)

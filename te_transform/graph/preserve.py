@@ -124,13 +124,9 @@ def _put_back_environment(before: dict[str, str]) -> None:
         os.environ.update(before)
 
 
-def _put_back_print_options(before: dict[str, Any]) -> None:
-    vars(_tensor_str.PRINT_OPTS).update(before)
-
-
 _SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
     (lambda: dict(os.environ), _put_back_environment),
-    (lambda: dict(vars(_tensor_str.PRINT_OPTS)), _put_back_print_options),
+    (lambda: dict(vars(_tensor_str.PRINT_OPTS)), lambda before: vars(_tensor_str.PRINT_OPTS).update(before)),
     (sys.getrecursionlimit, sys.setrecursionlimit),
     (torch.get_default_dtype, torch.set_default_dtype),
     (torch.is_grad_enabled, torch.set_grad_enabled),

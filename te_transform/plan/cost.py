@@ -203,10 +203,6 @@ class RunMode:
     calls: str
     in_cuda_graphs: bool = False
 
-    def seconds(self, work: Work, times: dict[str, float]) -> float:
-        """Return the seconds of a call."""
-        return max(self.gpu_seconds(work, times), self.cpu_seconds(work, times))
-
     def cpu_seconds(self, work: Work, times: dict[str, float]) -> float:
         """Return the CPU seconds to launch a call."""
         return (

@@ -107,9 +107,6 @@ class Options:
         for name, value in {**state, "backend": import_module(state["backend"])}.items():
             object.__setattr__(self, name, value)
 
-    def __deepcopy__(self, memo: dict) -> Options:
-        return self  # frozen
-
     @classmethod
     def of(
         cls,

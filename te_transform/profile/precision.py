@@ -102,15 +102,11 @@ def _norm_suspect(analysis: Analysis, label: int, ops: list[Op], low: torch.dtyp
     return Suspect("fp32 norms", label, evidence, advice, taken, trial, together=True)
 
 
-def _called_layer_norm(x: Tensor) -> Tensor:
-    return F.layer_norm(x, x.shape[-1:])
-
-
 def _called_rms_norm(x: Tensor) -> Tensor:
     return F.rms_norm(x, x.shape[-1:])
 
 
-_NORM_KERNELS = {"layer_norm": _called_layer_norm, "rms_norm": _called_rms_norm}
+_NORM_KERNELS = {"layer_norm": lambda x: F.layer_norm(x, x.shape[-1:]), "rms_norm": _called_rms_norm}
 
 
 def _written_out_norm(x: Tensor) -> Tensor:

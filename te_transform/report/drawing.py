@@ -14,7 +14,6 @@ import torch
 from torch import fx
 
 from te_transform.graph.nodes import called, dtype_name, name_in_model, path_of, value
-from te_transform.report.places import listed
 
 _ITEMS = 6  # shown items of a list or a dictionary
 _CALL = 120  # shown characters of a call
@@ -28,10 +27,6 @@ class Part:
     paths: tuple[str, ...]
     before: fx.Graph
     after: fx.Graph
-
-    @property
-    def name(self) -> str:
-        return "" if self.paths == ("",) else listed(self.paths)
 
 
 def listing(graph: fx.Graph) -> list[tuple[str, bool]]:

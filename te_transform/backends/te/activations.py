@@ -26,13 +26,11 @@ class Mlp(te.LayerNormMLP):
         needed = x.requires_grad or self.layer_norm_weight.requires_grad
         if not torch.is_grad_enabled() or needed:
             return super().forward(x, **how)
-        if any(weight is not None and weight.requires_grad for weight in self._others()):
+        others = self.layer_norm_bias, self.fc1_weight, self.fc1_bias, self.fc2_weight, self.fc2_bias
+        if any(weight is not None and weight.requires_grad for weight in others):
             return super().forward(x.detach().requires_grad_(), **how)
         with torch.no_grad():
             return super().forward(x, **how)
-
-    def _others(self) -> tuple[Tensor | None, ...]:
-        return self.layer_norm_bias, self.fc1_weight, self.fc1_bias, self.fc2_weight, self.fc2_bias
 
 
 def _exact_gelu(x: Tensor, quantizer: Any) -> Any:
