@@ -724,6 +724,8 @@ ARGUMENTS = {
     "div, rounded": lambda m, x, y: torch.div(x, y, rounding_mode="floor"),
     "var, with two fewer": lambda m, x, y: torch.var(x, -1, correction=2),
     "hardtanh": lambda m, x, y: F.hardtanh(x, -0.5, 0.25),
+    "addcmul": lambda m, x, y: torch.addcmul(x, y, y),
+    "addcmul, with a factor": lambda m, x, y: torch.addcmul(x, y, y, value=2),
     "baddbmm, with factors": lambda m, x, y: torch.baddbmm(x, x @ y.mT, y, beta=0.5, alpha=2.0),
     "an einsum of one vector for each batch": lambda m, x, y: torch.einsum("bk,bkn->bn", x[..., 0], y),
     "a softmax of a narrower difference": lambda m, x, y: (x - x.amax(-1, True)).bfloat16().softmax(-1),

@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 import te_transform
 from te_transform import ModelError, OptionError
 from te_transform.execution.attach import runner_of
-from te_transform.training import drop_layers
+from te_transform.training import drop_layers, residual
 from te_transform.training.layer_calls import decide_on_layers
 from tests import ranks
 from tests.compilers import Compiler
@@ -700,3 +700,59 @@ def test_caches_of_keys_and_values_keep_layers_from_being_dropped() -> None:
     schedule.remove()
     assert all(map(torch.equal, found, wanted))
     assert any("pass use_cache=False" in sentence for sentence in runner_of(pair.converted).material.notes)
+
+
+class Odd(nn.Module):
+    """Two layers, each with a norm, a linear branch and a buffer."""
+
+    def __init__(self, layer: Callable[[nn.Module, Tensor], Tensor]):
+        super().__init__()
+        self.layers, self.layer = nn.ModuleList(OddLayer() for _ in range(2)), layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x, self.layer)
+        return x
+
+
+class OddLayer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("count", torch.ones(()))
+
+    def branch(self, x: Tensor) -> Tensor:
+        return self.linear(self.norm(x))
+
+    def forward(self, x: Tensor, layer: Callable[[nn.Module, Tensor], Tensor]) -> Tensor:
+        return layer(self, x)
+
+
+def in_autocast(layer: nn.Module, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        branch = layer.branch(x)
+    return x + branch
+
+
+def counted(layer: nn.Module, x: Tensor) -> Tensor:
+    branch = layer.branch(x)
+    layer.count.add_(1)
+    return x + branch * layer.count
+
+
+REFUSED: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
+    residual.CHANGES_MODE: in_autocast,
+    residual.WRITES: counted,
+    residual.OTHER_FORM: lambda layer, x: x + layer.branch(x.float()).double(),
+    residual.NO_SUM.format("whose parts were written otherwise"): lambda layer, x: torch.addcmul(
+        x, layer.branch(x), layer.linear.bias
+    ),
+    residual.NOT_NORMALIZED.format("layers.0"): lambda layer, x: layer.norm(x + layer.linear(x)),
+}
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_a_layer_that_cannot_be_left_out(reason: str) -> None:
+    model = te_transform.convert(Odd(REFUSED[reason]), X, verify=False, inplace=True).train()
+    graph, *_ = runner_of(model).graphs
+    assert residual.residual(graph.plan).refused["layers.0"] == reason

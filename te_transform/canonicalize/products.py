@@ -36,8 +36,8 @@ class _EinsumProduct:
 def spell_products(graph: fx.Graph) -> None:
     """Rewrite torch.einsum and torch.tensordot as a matmul if one matmul computes the call.
 
-    Rewrite torch.baddbmm as bmm, mul and add, torch.addcmul as mul and add, and a torch.addmm that scales a
-    stored weight as a linear with a computed weight.
+    Rewrite torch.baddbmm as bmm, mul and add, torch.addcmul without a factor as mul and add, and a
+    torch.addmm that scales a stored weight as a linear with a computed weight.
     """
     for node in list(graph.nodes):
         if node.target is torch.einsum and isinstance(node.args[0], str):  # not numbers for dimensions
@@ -48,7 +48,7 @@ def spell_products(graph: fx.Graph) -> None:
             _spell_baddbmm(graph, node, *node.args, **node.kwargs)
         elif node.target is torch.addmm and node.kwargs and not writes(node):
             _spell_scaled_linear(graph, node, *node.args, **node.kwargs)
-        elif node.target is torch.addcmul and not writes(node):
+        elif node.target is torch.addcmul and len(node.args) == 3 and not (node.kwargs or writes(node)):
             x, *factors = node.args
             edit.set_target(node, torch.add, (edit.insert(graph, [node], torch.mul, tuple(factors)), x))
 
