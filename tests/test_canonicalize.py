@@ -660,6 +660,11 @@ NOT_HALVES = {
     "two cosines": lambda a, b, cos, sin: (a * cos - b * sin, b * (cos + 1) + a * sin),
     "one half twice": lambda a, b, cos, sin: (a * cos - a * sin, b * cos + b * sin),
     "a bias": lambda a, b, cos, sin: (a * cos - b * sin + 1, b * cos + a * sin),
+    "a sum with a factor": lambda a, b, cos, sin: (a * cos - b * sin, torch.add(b * cos, a * sin, alpha=2)),
+    "a difference with a factor": lambda a, b, cos, sin: (
+        torch.sub(a * cos, b * sin, alpha=2),
+        b * cos + a * sin,
+    ),
     "a summand more": lambda a, b, cos, sin: (a * cos - b * sin + a * sin, b * cos + a * sin),
 }
 
