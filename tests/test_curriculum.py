@@ -452,6 +452,13 @@ def test_a_batch_that_is_not_clear_is_an_error(message: str) -> None:
     assert curriculum.state_dict() == before
 
 
+def test_declared_dimensions_that_a_tensor_does_not_have_are_an_error() -> None:
+    curriculum = SequenceCurriculum(**SMALL, total_steps=2, longest_first=False, dims={"edges": (0,)})
+    said = rf"expected dimension 0 of edges to have the {SIZE} tokens of the inputs, got \[2, 3\]; correct"
+    with pytest.raises(CurriculumError, match=said):
+        curriculum.cut({"input_ids": ids(), "edges": torch.ones(2, 3)})
+
+
 @pytest.mark.parametrize(
     "other",
     [

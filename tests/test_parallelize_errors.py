@@ -168,6 +168,10 @@ def test_a_model_that_is_divided(process_group: None) -> None:
         te_transform.verify(original(), model, x)
     with pytest.raises(ParallelError, match="cannot be copied"):
         copy.deepcopy(model)
+    with pytest.raises(te_transform.AccumulationError, match="expected plain tensors as gradients"):
+        te_transform.accumulate(model, steps=2).__enter__()
+    with pytest.raises(te_transform.QuantizationError, match="expected plain tensors as weights"):
+        te_transform.quantize_weights(model)
     report = str(te_transform.report(model))
     assert "divided among 1 ranks is attention" in report
     whole = te_transform.revert(model)

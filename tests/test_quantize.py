@@ -330,7 +330,7 @@ def test_reasons_of_weights_that_are_not_quantized(te: ModuleType) -> None:
         "its product does not run in FP8, the report of the conversion says why"
     )
     assert found.left_out["norm.weight"] == "no fused product reads it"
-    assert found.left_out["stored"] == "it is stored transposed, TE's kernels need [out, in]"
+    assert found.left_out["stored"] == "it is stored transposed, but TE's kernels need [out, in]"
     assert not te_transform.quantize_weights(fused).left_out.keys() & {*found.names}
 
 
@@ -341,7 +341,7 @@ def test_trained_weights_stay(te: ModuleType) -> None:
     fused.mlp.requires_grad_(True)
     found = te_transform.quantize_weights(fused)
     assert set(found.names) == {"o.weight"}
-    assert "requires_grad_(False) freezes it" in found.left_out["mlp.0.weight"]
+    assert "freeze it by requires_grad_(False)" in found.left_out["mlp.0.weight"]
     assert found.left_out["k.weight"].startswith("it is joined with a weight that stays: it is trained")
 
 
@@ -364,7 +364,7 @@ def test_a_weight_that_is_not_on_the_gpu_stays(te: ModuleType, monkeypatch: pyte
     found = te_transform.quantize_weights(fused)
     assert not found.names
     assert (
-        found.left_out["o.weight"] == "it is not on the GPU, TE has kernels only there: move the model first"
+        found.left_out["o.weight"] == "it is not on the GPU, where TE has its kernels: move the model first"
     )
 
 

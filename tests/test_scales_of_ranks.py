@@ -1,6 +1,7 @@
 """Delayed scaling in several processes, and in a run that is resumed, on the stand-in for TE."""
 
 import math
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -286,3 +287,14 @@ def test_ranks_are_checked_in_a_process_group(te: ModuleType) -> None:
         te_transform.check_ranks(model, "tp")
     with pytest.raises(te_transform.ModelError, match="got a Net without report"):
         te_transform.check_ranks(ranks.net())
+
+
+def test_ranks_with_other_models_are_named(
+    te: ModuleType, process_group: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, _ = begun()
+    module = import_module("te_transform.check_ranks")
+    monkeypatch.setattr(module, "gathered", lambda own, group: [own, own, own | {"the recipe": "none"}])
+    said = r"rank 2 has the recipe none, rank 0 has fp8-delayed \(\w+\): convert the same model"
+    with pytest.raises(te_transform.RanksError, match=said):
+        te_transform.check_ranks(model)

@@ -333,9 +333,15 @@ def enlarged(model: nn.Module) -> nn.Module:
         (lambda model: Tiny(1), "blocks.0.attention.q_proj.weight has other values than the original's"),
         (lambda model: Tiny(2), "names differ, ['blocks.1.attention.k_proj.bias', "),
         (named, "names differ, ['more']"),
-        (enlarged, f"head.weight is [{WIDTH + 2}, {WIDTH}], the original's is [{WIDTH}, {WIDTH}]"),
-        (lambda model: model.bfloat16(), "is bfloat16, the original's is float32: cast both models to one"),
-        (lambda model: Tiny(1).bfloat16(), "is bfloat16, the original's is float32, with other values: cast"),
+        (enlarged, f"head.weight is [{WIDTH + 2}, {WIDTH}], but the original's is [{WIDTH}, {WIDTH}]"),
+        (
+            lambda model: model.bfloat16(),
+            "is bfloat16, but the original's is float32: cast both models to one",
+        ),
+        (
+            lambda model: Tiny(1).bfloat16(),
+            "is bfloat16, but the original's is float32, with other values: cast",
+        ),
     ],
 )
 def test_models_with_other_weights_are_told_apart_without_a_call(
@@ -829,8 +835,8 @@ def test_a_gradient_that_cancels_is_measured_by_the_largest() -> None:
         (torch.tensor([1.0, 2.0]), torch.tensor([1.0, float("inf")]), "inf or nan"),
         (torch.tensor([float("inf")]), torch.tensor([-float("inf")]), "inf or nan"),
         (torch.tensor([1, 2]), torch.tensor([1, 3]), "it must equal the original's exactly"),
-        (torch.zeros(2), torch.zeros(3), r"is float32\[2\], the original's is float32\[3\]"),
-        (torch.zeros(2).half(), torch.zeros(2), r"is float16\[2\], the original's is float32\[2\]"),
+        (torch.zeros(2), torch.zeros(3), r"is float32\[2\], but the original's is float32\[3\]"),
+        (torch.zeros(2).half(), torch.zeros(2), r"is float16\[2\], but the original's is float32\[2\]"),
     ],
 )
 def test_unmeasurable_differences_fail(converted: Tensor, original: Tensor, reason: str) -> None:

@@ -99,17 +99,17 @@ def _product_weights(model: nn.Module) -> Iterator[tuple[tuple[nn.Parameter, ...
 
 def _why_unreadable(transposed: bool, is_matrix: bool, scales_by_blocks: bool) -> str | None:
     if scales_by_blocks:
-        return "its recipe has a scale per block, FP8-only weights have one scale: use 'fp8-current'"
+        return "its recipe has a scale per block, but FP8-only weights have one scale: use 'fp8-current'"
     if not is_matrix:
-        return "it is not a matrix, TE's kernels need [out, in]"
-    return "it is stored transposed, TE's kernels need [out, in]" if transposed else None
+        return "it is not a matrix, but TE's kernels need [out, in]"
+    return "it is stored transposed, but TE's kernels need [out, in]" if transposed else None
 
 
 def _why_not_quantized(parameter: Tensor, holders: Counter[int]) -> str | None:
     if parameter.requires_grad:
-        return "it is trained, an optimizer needs the original values: requires_grad_(False) freezes it"
+        return "it is trained, and an optimizer needs the original values: freeze it by requires_grad_(False)"
     if not on_kernels_device(parameter):
-        return "it is not on the GPU, TE has kernels only there: move the model first"
+        return "it is not on the GPU, where TE has its kernels: move the model first"
     if holders[id(parameter)] > 1:
         return "it is tied to another module, which would keep the original: untie it"
     if not is_stored(parameter) or not holders[id(parameter)]:

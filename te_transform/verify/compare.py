@@ -263,7 +263,7 @@ def _unlike(converted: Tensor | None, original: Tensor | None) -> str:
         return "is missing" if converted is None else "is not in the original"
     kind, needed = (f"{dtype_name(t.dtype)}{list(t.shape)}" for t in (converted, original))
     if kind != needed:
-        return f"is {kind}, the original's is {needed}"
+        return f"is {kind}, but the original's is {needed}"
     if not original.is_floating_point():
         return "" if torch.equal(converted, original) else "differs, it must equal the original's exactly"
     same = (converted == original) | (converted.isnan() & original.isnan())

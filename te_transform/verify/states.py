@@ -76,10 +76,10 @@ def _why_different(own: Any, theirs: Any) -> str:
     """Return why two entries differ; the text distinguishes a cast of the same weights from other weights."""
     are_tensors = isinstance(own, Tensor) and isinstance(theirs, Tensor)
     if are_tensors and own.shape != theirs.shape:
-        return f"is {list(theirs.shape)}, the original's is {list(own.shape)}: compare models of one size"
+        return f"is {list(theirs.shape)}, but the original's is {list(own.shape)}: compare models of one size"
     if are_tensors and own.dtype != theirs.dtype:
         is_cast = same_bits(own.to(theirs.dtype), theirs) or same_bits(own, theirs.to(own.dtype))
-        dtypes = f"is {dtype_name(theirs.dtype)}, the original's is {dtype_name(own.dtype)}"
+        dtypes = f"is {dtype_name(theirs.dtype)}, but the original's is {dtype_name(own.dtype)}"
         return f"{dtypes}{'' if is_cast else ', with other values'}: cast both models to one dtype"
     return "has other values than the original's: load it into the original if it was trained since"
 

@@ -140,6 +140,9 @@ def test_a_model_with_it_is_pickled_by_the_rules_name() -> None:
     te_transform.report(converted).expect(capped_linear=1)
     again = pickle.loads(pickle.dumps(converted))
     assert torch.equal(again(X), converted(X))
+    converted = te_transform.convert(model, X, passes=(replace(RULE),))
+    with pytest.raises(TypeError, match=r"expected the rule 'capped_linear' to be a global of .*; assign"):
+        pickle.dumps(converted)
 
 
 def test_forms_that_fail_leave_the_model_as_it_was_and_are_noted() -> None:
