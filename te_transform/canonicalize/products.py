@@ -48,7 +48,7 @@ def spell_products(graph: fx.Graph) -> None:
             _spell_baddbmm(graph, node, *node.args, **node.kwargs)
         elif node.target is torch.addmm and node.kwargs and not writes(node):
             _spell_scaled_linear(graph, node, *node.args, **node.kwargs)
-        elif node.target is torch.addcmul and len(node.args) == 3 and not (node.kwargs or writes(node)):
+        elif node.target is torch.addcmul and not writes(node):
             x, *factors = node.args
             edit.set_target(node, torch.add, (edit.insert(graph, [node], torch.mul, tuple(factors)), x))
 

@@ -177,7 +177,7 @@ def _rotation_of_pairs(root: fx.Node, covered: list[fx.Node]) -> _Rotation | Non
 
 def _terms(node: fx.Node, sign: int, covered: list[fx.Node]) -> Iterator[_Term]:
     """Yield the terms of one part of a rotation."""
-    if node.target in (torch.add, torch.sub) and not node.kwargs and all(map(is_tensor_node, node.args)):
+    if node.target in (torch.add, torch.sub) and all(map(is_tensor_node, node.args)):
         covered.append(node)
         yield from _terms(node.args[0], sign, covered)
         yield from _terms(node.args[1], sign if node.target is torch.add else -sign, covered)
