@@ -284,7 +284,7 @@ def test_python_reads_and_changes_a_long_container(name: str) -> None:
     for each in (model, twin):
         each.seen, each.use = make(range(MOST_ELEMENTS + 1)), use
     graphs: list[Any] = []
-    reasons: dict[str, None] = {}
+    reasons: dict[str, str] = {}
     run = capture(Long.forward, lambda graph, inputs: graphs.append(graph) or graph.forward, reasons=reasons)
     for _ in range(2):
         assert torch.equal(run(model, X), twin(X))

@@ -620,7 +620,7 @@ def test_the_report_names_code_that_dynamo_cannot_capture() -> None:
     report = te_transform.inspect(Dropping(), torch.ones(2, 8))
     line = Dropping.forward.__code__.co_firstlineno + 2
     if torch.__version__ < (2, 13):  # where dynamo does not say which line it was
-        code = "dynamo cannot capture a part of the forward (Data-dependent branching)"
+        code = f"dynamo cannot capture forward() at test_report.py:{line - 2} (Data-dependent branching)"
     else:
         code = f'test_report.py:{line} has "if torch.rand([]) > 1:", which dynamo cannot capture'
         code += " (Data-dependent branching)"
@@ -659,16 +659,18 @@ class Backbone(nn.Module):
 def test_a_forward_that_raises_when_it_is_traced_is_one_reason_with_advice() -> None:
     """Dynamo then traces the functions that the forward calls: the converted model's are not among them."""
     reasons = te_transform.inspect(nn.Sequential(Backbone(), nn.Linear(8, 8)), torch.ones(2, 8)).breaks
+    line = Backbone.forward.__code__.co_firstlineno
     assert [reason for reason in reasons if "cannot capture" in reason] == [
-        "dynamo cannot capture a part of the forward (Observed exception): your own code runs there; traced, "
-        "it raises where yours does not: pass the arguments that it makes itself only if it is not traced, "
-        "such as attention_mask"
+        f"dynamo cannot capture forward() at test_report.py:{line} (Observed exception): your own code runs "
+        "there; traced, it raises where yours does not: pass the arguments that it makes itself only if it "
+        "is not traced, such as attention_mask"
     ]
 
 
 def test_a_reason_without_a_place_is_said_too() -> None:
-    (only,) = explain_graphs([("", captured(Block(), torch.zeros(2, 8))[0])], ["Some reason.\n  Hint: none"])
-    assert only == "dynamo cannot capture a part of the forward (Some reason): your own code runs there"
+    reasons = {"Some reason.\n  Hint: none": "forward() at model.py:7"}
+    (only,) = explain_graphs([("", captured(Block(), torch.zeros(2, 8))[0])], reasons)
+    assert only == "dynamo cannot capture forward() at model.py:7 (Some reason): your own code runs there"
 
 
 class Layer(nn.Linear):

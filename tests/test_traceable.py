@@ -275,7 +275,9 @@ def test_layers_that_are_never_left_out_are_one_graph() -> None:
 
 
 def test_the_report_says_what_to_set_where_layers_are_left_out() -> None:
-    said = explain_reason('File "/modeling_opt.py", line 375, in forward, code: if dropout < self.layerdrop:')
+    said = explain_reason(
+        'File "/modeling_opt.py", line 375, in forward, code: if dropout < self.layerdrop:', "forward()"
+    )
     assert said.endswith("your own code runs there; set layerdrop to 0 in the model's config")
 
 

@@ -21,7 +21,7 @@ class ReportMaterial:
     def __init__(self, report: Any = None, next_call: list[CapturedGraph] | None = None):
         self.report, self.next_call = report, next_call
         self.notes: list[str] = []
-        self.breaks: dict[str, None] = {}
+        self.breaks: dict[str, str] = {}
         self.was_called = False
 
     def tell(self, why: str) -> None:

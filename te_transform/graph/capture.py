@@ -77,7 +77,7 @@ MOST_TRACED = 64  # graphs per code object and module, since guards may fail in 
 _ISOLATED = (
     {"isolate_recompiles": True} if "isolate_recompiles" in signature(torch.compile).parameters else {}
 )
-_capture_numbers = count(1)
+_CAPTURED, _capture_numbers = "__converted_", count(1)  # in names of functions that are captured
 _OP_FOLDERS = tuple(
     str(Path(__file__).parents[1] / folder) for folder in ("backends", "graph")
 )  # folders with ops
@@ -90,7 +90,7 @@ def capture(
     backend: DynamoBackend,
     leaves: Callable[[], bool] = lambda: False,
     dynamic: bool | None = None,
-    reasons: dict[str, None] | None = None,
+    reasons: dict[str, str] | None = None,
     tell: Callable[[str], None] | None = None,
     within: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> Callable[..., Any]:
@@ -103,7 +103,8 @@ def capture(
         leaves: called for each frame that dynamo would trace; True if the frame runs the original code in
             this call. Dynamo may try functions inside `forward` if it cannot capture `forward` itself.
         dynamic: as in torch.compile: with False, each size has its own graph.
-        reasons: receives dynamo's reasons for code that it does not capture.
+        reasons: receives dynamo's reasons for code that it does not capture, each with the function that it
+            traced, the innermost one if several end for one reason.
         tell: called with the reason when a call runs the user's own code because a value changes with each
             call. None: such calls are captured too.
         within: returns a context for each trace.
@@ -134,7 +135,7 @@ def capture(
             return _RUN_ORIGINAL
         times[key] += 1
         before, run.turned_off = run.turned_off, True  # stays True if tracing raises
-        with _our_capture(settings), _noting(reasons), within():
+        with _our_capture(settings), _noting(reasons, code), within():
             converted = traced(frame, *args, **kwargs)
         recompiles.note(converted, frame)
         run.turned_off = before or _gives_up(converted, code, transformed)
@@ -291,7 +292,7 @@ def _with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
     """
     if not isinstance(function, FunctionType):
         return function
-    name = f"{function.__code__.co_name}__converted_{next(_capture_numbers)}"
+    name = f"{function.__code__.co_name}{_CAPTURED}{next(_capture_numbers)}"
     alone = FunctionType(
         function.__code__.replace(co_name=name), function.__globals__, function.__name__,
         function.__defaults__, function.__closure__,
@@ -301,7 +302,7 @@ def _with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @contextmanager
-def _noting(reasons: dict[str, None] | None) -> Iterator[None]:
+def _noting(reasons: dict[str, str] | None, code: CodeType) -> Iterator[None]:
     """Add dynamo's reasons from this context for code that it does not capture to `reasons`."""
     kinds = ("graph_break", "unimplemented")  # for code between two graphs; for functions without a graph
     before = [Counter(counters[kind]) for kind in kinds]
@@ -312,7 +313,9 @@ def _noting(reasons: dict[str, None] | None) -> Iterator[None]:
         _errors.reset(token)
         said = [Counter(counters[kind]) - known for kind, known in zip(kinds, before, strict=True)]
         if reasons is not None:
-            reasons |= dict.fromkeys(said[0] or said[1] or errors)
+            name = code.co_name.partition(_CAPTURED)[0]
+            place = f"{name}() at {Path(code.co_filename).name}:{code.co_firstlineno}"
+            reasons |= dict.fromkeys(said[0] or said[1] or errors, place)
 
 
 def is_switched_off() -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 
@@ -43,7 +43,7 @@ def compose(
     precision: PrecisionPlan | None,
     inputs: str = "",
     notes: Iterable[str] = (),
-    reasons: Iterable[str] = (),
+    reasons: Mapping[str, str] | None = None,
 ) -> Report:
     """Compose the report of a conversion, or of a planned conversion.
 
@@ -52,7 +52,7 @@ def compose(
             for the whole model). A graph that several blocks share appears once per block.
         inputs: a description of the example inputs; if given, the memory of a step is predicted for them.
         notes: additional sentences.
-        reasons: dynamo's reasons for code that it does not capture.
+        reasons: dynamo's reasons for code that it does not capture, each with the function that it traced.
     """
     has_kernels, compiled = options.backend.HAS_KERNELS, bool(options.compile)
     by_size = has_kernels and (precision is not None or not compiled)

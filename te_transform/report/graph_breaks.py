@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from traceback import FrameSummary
 
@@ -44,7 +45,9 @@ _CODE = re.compile(r'File "([^"]+)", line (\d+), in \S+, code: (.+)')
 
 
 def explain_graphs(
-    graphs: Iterable[tuple[str, fx.GraphModule]], reasons: Iterable[str] = (), is_set: bool = False
+    graphs: Iterable[tuple[str, fx.GraphModule]],
+    reasons: Mapping[str, str] | None = None,
+    is_set: bool = False,
 ) -> Iterator[str]:
     """Yield the number of graphs of the forward, the blocks that share a graph, and the graph breaks.
 
@@ -52,7 +55,7 @@ def explain_graphs(
         graphs: the captured graphs, each with the path of the captured module ("" for the whole model). A
             graph that several blocks share appears once per block; the report's `before` and `after` are the
             largest graph.
-        reasons: dynamo's reasons for code that it does not capture.
+        reasons: dynamo's reasons for code that it does not capture, each with the function that it traced.
         is_set: True if a forward is set on the model itself.
     """
     modules: dict[fx.GraphModule, list[str]] = {}
@@ -73,10 +76,10 @@ def explain_graphs(
             f"{where} share {several}; this report leaves out the code around them and the operations that "
             "read values from it"
         )
-    yield from explain_breaks(modules, reasons)
+    yield from explain_breaks(modules, reasons or {})
 
 
-def explain_breaks(graphs: Iterable[fx.GraphModule], reasons: Iterable[str]) -> Iterator[str]:
+def explain_breaks(graphs: Iterable[fx.GraphModule], reasons: Mapping[str, str]) -> Iterator[str]:
     """Yield why graphs end before the forward does.
 
     Graphs know the line of code of a break. If no graph has a reason, dynamo's messages are used.
@@ -85,18 +88,19 @@ def explain_breaks(graphs: Iterable[fx.GraphModule], reasons: Iterable[str]) -> 
     ends = [why for g in graphs if (why := getattr(g, "compile_subgraph_reason", None)) and why.graph_break]
     places = [(_user_frame(why.user_stack), _title(why.reason)) for why in ends]
     breaks = [_sentence(at.filename, at.lineno, at.line, title) for at, title in places]
-    yield from dict.fromkeys(breaks or map(explain_reason, reasons))
+    yield from dict.fromkeys(breaks or itertools.starmap(explain_reason, reasons.items()))
 
 
-def explain_reason(reason: str) -> str:
-    """Condense dynamo's reason for code that it cannot capture, several paragraphs, to one sentence."""
+def explain_reason(reason: str, function: str) -> str:
+    """Condense dynamo's reason for code that it cannot capture, several paragraphs, to one sentence.
+
+    The sentence names the line of code, or the traced `function` if dynamo does not say which line it was.
+    """
     if frames := [FrameSummary(file, int(line), "", line=code) for file, line, code in _CODE.findall(reason)]:
         at = _user_frame(frames)
         return _sentence(at.filename, at.lineno, at.line, _title(reason))
     title = _title(reason)
-    return (
-        f"dynamo cannot capture a part of the forward ({title}): your own code runs there{_advice_for(title)}"
-    )
+    return f"dynamo cannot capture {function} ({title}): your own code runs there{_advice_for(title)}"
 
 
 def _user_frame(stack: Sequence[FrameSummary]) -> FrameSummary:

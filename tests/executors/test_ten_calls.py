@@ -118,8 +118,8 @@ FIRST = (
     "1 call of graphs did not run compiled: its matrix products have no scales for these weights yet",
 )
 IN_VMAP = (
-    "dynamo cannot capture a part of the forward (Unsupported functorch tracing attempt): your own code runs "
-    "there",
+    f"dynamo cannot capture forward() at attacks.py:{Block.forward.__code__.co_firstlineno} (Unsupported "
+    "functorch tracing attempt): your own code runs there",
 )
 SMALL = ("1 call ran in plain PyTorch: a graph without gated MLPs, which is as fast as captured",)
 COMPILE, DDP = {"compile": True}, ("process_group",)
