@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from options import positive
+from options import positive, usable
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -97,8 +97,9 @@ def made(asked: argparse.Namespace, device: torch.device) -> tuple[nn.Module, to
     example = torch.zeros(BATCH // ranks, LENGTH, dtype=torch.long, device=device)
     inputs = {"input_ids": example, "labels": example}
     # as small as this model is, its products would gain nothing from FP8, and stay out of it
-    recipe = te_transform.PrecisionPlan(asked.recipe, small_calls=True) if asked.recipe else None
-    model = te_transform.convert(model, inputs, recipe=recipe, inplace=True)
+    with usable():
+        recipe = te_transform.PrecisionPlan(asked.recipe, small_calls=True) if asked.recipe else None
+        model = te_transform.convert(model, inputs, recipe=recipe, inplace=True)
     mesh = init_device_mesh(device.type, (ranks,))
     te_transform.check_ranks(model, mesh)  # an error, where ranks that differ would wait for each other
     for layer in model.model.layers:

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from loss_plot import draw
-from options import output_file, positive
+from options import output_file, positive, usable
 from rich.progress import Progress
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -169,7 +169,7 @@ class Run:
         model.to(self.device)  # pyright: ignore  # transformers annotates no self
         if asked.convert or asked.fp8 or asked.compile or asked.drop_layers:
             options = {"recipe": "fp8-delayed" if asked.fp8 else None, "compile": asked.compile}
-            with self.autocast:
+            with self.autocast, usable():
                 model = te_transform.convert(model, self.moved(self.tests[0]), **options, inplace=True)
         return model
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parent.parent
 EXAMPLE = ROOT / "examples/train_gpt.py"
@@ -59,6 +60,20 @@ def test_unusable_options_are_errors(
     with pytest.raises(SystemExit):
         example.arguments(given)
     assert error in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("process_group")
+def test_a_recipe_that_cannot_run_here_is_an_error_in_one_line(
+    example: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(example, "GPU", False)
+    with pytest.raises(SystemExit) as ended:
+        example.Run(example.arguments([*TINY, "--fp8"]), 0, 1)
+    assert ended.value.code == 2
+    error = capsys.readouterr().err
+    assert "error: expected backend 'te' for the recipe 'fp8-delayed', got backend 'torch'" in error
+    assert error.count("\n") == 1
 
 
 @pytest.mark.usefixtures("process_group")
