@@ -145,7 +145,7 @@ def test_the_report_names_the_value_and_the_line() -> None:
         torch.testing.assert_close(converted(X), twin(X))
     (note,) = (note for note in te_transform.report(converted).notes if "got more than 3 values" in note)
     assert "self.seen" in note
-    assert "test_recompiles.py:" in note
+    assert "(test_recompiles.py:" in note
 
 
 TEMPERATURE = 1.0
@@ -214,6 +214,48 @@ def test_each_layer_has_graphs_of_its_own() -> None:
         for layer in layers:
             assert torch.equal(run(layer, X), layer(X))
     assert len(graphs) == len(layers)
+
+
+def named(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Wrap a forward as transformers does: the wrapper reads the class of its module, and ends a graph."""
+
+    @functools.wraps(forward)
+    def wrapped(*args: Any, **kwargs: Any) -> Tensor:
+        assert args[0].__class__.__name__
+        torch._dynamo.graph_break()
+        return forward(*args, **kwargs)
+
+    return wrapped
+
+
+def test_each_layer_in_a_wrapper_has_graphs_of_its_own() -> None:
+    """The wrapper has the layer in `*args`: the class of no layer changes."""
+    kinds = [type(f"Tiny{number}", (Tiny,), {"forward": named(Tiny.forward)}) for number in range(CALLS)]
+    model = nn.Sequential(*map(seeded, kinds))
+    run, graphs, reasons = captured(model)
+    assert torch.equal(run(X), model(X))
+    assert len(graphs) == CALLS
+    assert not reasons
+
+
+def scaled(x: Tensor, scale: float) -> Tensor:
+    torch._dynamo.graph_break()
+    return x * scale
+
+
+def test_the_values_of_other_models_do_not_count() -> None:
+    """All models call the same function, each with a value of its own."""
+
+    class Scales(Tiny):
+        def forward(self, x: Tensor) -> Tensor:
+            return scaled(super().forward(x), self.norm.eps)
+
+    for call in range(CALLS):
+        model = seeded(Scales)
+        model.norm.eps = 0.1 * (call + 1)
+        run, _, reasons = captured(model)
+        assert torch.equal(run(X), model(X))
+        assert not reasons
 
 
 class Empty(Tiny):

@@ -11,6 +11,7 @@ import re
 import weakref
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from torch import nn
@@ -81,7 +82,9 @@ class Recompiles:
             self.modules[str(code.guarded_code.compile_id)] = None if module is None else weakref.ref(module)
 
     def _is_of(self, capture: str, module: nn.Module | None) -> bool:
-        known = self.modules.get(capture)
+        if capture not in self.modules:  # of another model: the wrappers of a decorator share one code object
+            return False
+        known = self.modules[capture]
         return (None if known is None else known()) is module
 
     def _are_new(self, passing: Hashable) -> bool:
@@ -92,8 +95,9 @@ class Recompiles:
 
 
 def module_in_frame(frame: DynamoFrameType) -> nn.Module | None:
-    """Return the called module: the first module among the frame's local variables."""
-    return next((value for value in frame.f_locals.values() if isinstance(value, nn.Module)), None)
+    """Return the called module: the first module among the frame's local variables, or in its `*args`."""
+    groups = (value if type(value) is tuple else (value,) for value in frame.f_locals.values())
+    return next((value for value in chain.from_iterable(groups) if isinstance(value, nn.Module)), None)
 
 
 def _hooks_of(module: nn.Module | None) -> Hashable:
@@ -125,7 +129,7 @@ class _FailedGuard:
     """A guard that failed for a call, as dynamo prints it."""
 
     text: str  # an expression such as "s.n == 3"
-    line: str  # the line of the user's code that reads the value
+    line: str  # the file and the line of the user's code that reads the value
 
     @classmethod
     def of(cls, entry: Any, frame: DynamoFrameType) -> _FailedGuard:
@@ -134,7 +138,8 @@ class _FailedGuard:
             entry.guard_manager, frame.f_locals, entry.compile_id, entry.backend
         ).partition("\n")[0]
         text, _, where = said.removeprefix(f"{entry.compile_id}: ").partition("  # ")
-        return cls(text.strip(), where.rpartition("  # ")[2].partition(" in ")[0].strip())
+        path = where.rpartition("  # ")[2].partition(" in ")[0].strip()
+        return cls(text.strip(), path.rpartition("/")[2])  # dynamo cuts off the first letters of the path
 
     @property
     def is_of_value(self) -> bool:
