@@ -401,10 +401,64 @@ class OfTwoLatents(Denoiser):
         return self.condition(sample, timestep) + self.patches(image_latents).flatten(2).mT * self.angles
 
 
+class OfLayers(Denoiser):
+    """Takes a time for each frame, rows for each token, a list of texts, and a condition in pixels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.projections = nn.ModuleList(nn.Linear(7, 8) for _ in range(3))
+        self.tokens, self.pixels = nn.Linear(9, 1), nn.Conv2d(3, 8, 16, 16)
+
+    def forward(
+        self,
+        sample: Tensor,
+        timestep: Tensor,
+        encoder_hidden_states: Tensor,
+        layers: list,
+        image_cond: Tensor,
+    ) -> Tensor:
+        _, frames = timestep.shape
+        batch, tokens, _, width = encoder_hidden_states.shape
+        text = self.text(self.tokens(encoder_hidden_states.mT).view(batch, tokens, width)).mean(1)
+        for index, layer in enumerate(layers):
+            text = text + self.projections[index](layer).mean(1)
+        x = self.condition(sample, timestep.sum(1) / frames, text)
+        return torch.cat([x, self.pixels(image_cond).flatten(2).mT], -1)
+
+
+class OfPackedPatches(nn.Module):
+    """Takes each patch of the latents with its channels and pixels, and the grid of the patches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches, self.time = nn.Conv3d(4, 8, (1, 2, 2), (1, 2, 2)), nn.Linear(1, 8)
+
+    def forward(
+        self, hidden_states: Tensor, timestep: Tensor, shape_list: list[list[tuple[int, ...]]] | None = None
+    ) -> Tensor:
+        batch, patches, _, _, _, _ = hidden_states.shape
+        rows = self.patches(hidden_states.flatten(0, 1)).view(batch, patches, -1)
+        assert shape_list is not None, "shape_list is None"
+        assert [math.prod(shape) for (shape,) in shape_list] == [patches] * batch
+        return rows + self.time(timestep[:, None])[:, None]
+
+
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 @pytest.mark.parametrize(
     ("kind", "text"),
     [
+        (
+            OfLayers,
+            "sample=float32[2, 4, 16, 16], timestep=float32[2, 4], "
+            "encoder_hidden_states=float32[2, 8, 9, 6], "
+            "layers=[float32[2, 8, 7], float32[2, 8, 7], float32[2, 8, 7]], "
+            "image_cond=float32[2, 3, 128, 128]",
+        ),
+        (
+            OfPackedPatches,
+            "hidden_states=float32[2, 8, 4, 1, 2, 2], timestep=float32[2], "
+            "shape_list=[[(1, 2, 4)], [(1, 2, 4)]]",
+        ),
         (
             OfPatches,
             "hidden_states=float32[2, 4, 8, 8, 3], timestep_ratio=float32[2], "

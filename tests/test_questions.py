@@ -555,6 +555,19 @@ def test_a_class_attribute_that_no_forward_reads_may_change() -> None:
     torch.testing.assert_close(run(X), X * 3.0)
 
 
+@pytest.mark.parametrize("asked", [types.GenericAlias, (types.GenericAlias, int), int | Registers])
+def test_classes_that_describe_types_are_asked_in_one_graph(asked: Any) -> None:
+    """types.GenericAlias has a slot named as the list of classes in a union is, __args__."""
+    graphs: list[Any] = []
+    held = type("Plain", (), {})()
+    run = capture(
+        lambda x: x * 2.0 if isinstance(held, asked) else x * 3.0,
+        lambda graph, inputs: graphs.append(graph) or graph.forward,
+    )
+    torch.testing.assert_close(run(X), X * 3.0)
+    assert len(graphs) == 1
+
+
 @pytest.mark.parametrize(
     "asked", [lambda held: isinstance(held, Registers), lambda held: issubclass(type(held), Registers)]
 )

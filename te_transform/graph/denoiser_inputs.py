@@ -21,6 +21,8 @@ _TEXTS = ("encoder_hidden_states", "cap_feats")  # passed even if the forward ru
 _TIME = re.compile(r"^t$|time|sigma")
 _PACKED = ("img_ids", "img_shapes", "num_frames")  # arguments of forwards that take latents as rows
 _LATENT_SIDES = (16, 32, 64)  # side lengths of latents
+_PIXELS = 8  # along a side of a latent
+_TOKENS = 8  # of a text with several rows for each token
 _FRAMES = 4  # latents over time
 _AXES = 3  # of positions
 _TEXT_LAYERS = 64  # of a text encoder, if a denoiser reads the outputs of several
@@ -32,6 +34,7 @@ _WIDTHS = (
 # patterns of names -> the likeliest form of the argument; other arguments are rows of a text or an image
 _LIKELIEST = {
     r"^(num_frames|height|width|img_shapes|added_cond_kwargs)$": None,  # a form of this name
+    r"^shape_list$": "img_shapes",
     r"mask": "mask",
     r"_lens?$|_lengths?$": "lengths",
     r"^(y|labels|class_labels|style)$": "labels",
@@ -41,8 +44,8 @@ _LIKELIEST = {
     r"time|sigma|guidance": "numbers",
 }
 _OTHERS = (
-    "rows", "vector", "numbers", "labels", "ids", "pair", "three_pairs", "layers", "lengths", "mask",
-    "booleans", "text_and_sizes",
+    "rows", "vector", "numbers", "labels", "ids", "pair", "three_pairs", "layers", "layers_of_tokens",
+    "list_of_layers", "frame_numbers", "lengths", "mask", "booleans", "text_and_sizes",
 )  # fmt: skip
 _NO_CONDITION = re.compile(r"attention_kwargs|controlnet|cache|^return")
 
@@ -72,11 +75,21 @@ class _Forms:
     def layers(self, length: int, width: int) -> Tensor:
         return self.rows(length, width).expand(_TEXT_LAYERS, -1, -1, -1).contiguous()
 
+    def layers_of_tokens(self, length: int, width: int) -> Tensor:
+        return random_floats((self.batch, _TOKENS, length, width), self.like)
+
+    def list_of_layers(self, length: int, width: int) -> list[Tensor]:
+        layers = (len(child) for child in self.model.children() if isinstance(child, nn.ModuleList))
+        return [self.rows(length, width)] * max(layers, default=1)
+
     def vector(self, length: int, width: int) -> Tensor:
         return random_floats((self.batch, width), self.like)
 
     def numbers(self, length: int, width: int) -> Tensor:
         return torch.rand(self.batch, dtype=torch.float32, device="cpu").to(self.like)
+
+    def frame_numbers(self, length: int, width: int) -> Tensor:
+        return torch.rand(self.batch, _frames(self.model), dtype=torch.float32, device="cpu").to(self.like)
 
     def steps(self, length: int, width: int) -> Tensor:
         return torch.arange(self.batch, dtype=torch.int64, device="cpu")
@@ -153,10 +166,11 @@ def denoiser_arguments(model: nn.Module, batch: int, length: int) -> dict[str, A
             guess[name] = _argument(model, forms, parameter, length, width, is_required)
     is_packed = not parameters.keys().isdisjoint(_PACKED)
     shapes = [forms.latents(*each) for each in _latent_shapes(model, length, is_packed)]
-    for name in filter(re.compile(r"_latents$").search, guess):  # others, beside those that are denoised
-        guess[name] = replace(guess[name], forms=(*guess[name].forms, *shapes))
+    pictures = [forms.latents(-1, *(_PIXELS * size for size in each)) for each in _latent_sides(model)]
+    for name in filter(re.compile(r"_(latents|cond)$").search, guess):  # beside those that are denoised
+        guess[name] = replace(guess[name], forms=(*guess[name].forms, *shapes, *pictures))
     guess[latents] = Argument(_as_annotated(shapes, parameters[latents]), length, channels, True)
-    guess[times] = replace(guess[times], forms=(forms.numbers, forms.steps))
+    guess[times] = replace(guess[times], forms=(forms.numbers, forms.steps, forms.frame_numbers))
     return furthest(model, guess)
 
 
@@ -197,21 +211,31 @@ def _latent_shapes(model: nn.Module, length: int, is_packed: bool) -> Iterator[t
     if is_packed:
         yield (length, -1)
     sides = list(_latent_sides(model))
-    frames = _config_entry(model, "video_length") or _FRAMES
-    videos = [each if len(each) == 3 else (frames, *each) for each in sides]
+    videos = [each if len(each) == 3 else (_frames(model), *each) for each in sides]
     yield from ((-1, *each) for each in (*sides, *videos))
     yield from ((first, -1, *each) for first, *each in videos)
     yield from ((-1, length), (length, -1), (-1,))
     yield from ((*each, -1) for each in videos)
+    yield (length, -1, *_patch(model))
 
 
 def _latent_sides(model: nn.Module) -> Iterator[tuple[int, ...]]:
     """Yield sizes of the latents in space, and in time if a convolution is over time as well."""
     if side := _config_entry(model, "sample_size", "input_size"):
         yield (side, side) if isinstance(side, int) else tuple(side)
-    patch = next((m.kernel_size for m in model.modules() if isinstance(m, (nn.Conv2d, nn.Conv3d))), (2, 2))
+    patch = _patch(model)
     yield tuple(4 * size for size in patch)
     yield from ((*(4 * size for size in patch[:-2]), side, side) for side in _LATENT_SIDES)
+
+
+def _patch(model: nn.Module) -> tuple[int, ...]:
+    """Return the sizes of the first convolution's kernel."""
+    kernels = (m.kernel_size for m in model.modules() if isinstance(m, (nn.Conv2d, nn.Conv3d)))
+    return next(kernels, (2, 2))
+
+
+def _frames(model: nn.Module) -> int:
+    return _config_entry(model, "video_length") or _FRAMES
 
 
 def _config_entry(model: nn.Module, *names: str) -> Any:

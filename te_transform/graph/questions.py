@@ -24,7 +24,7 @@ import random
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from types import MemberDescriptorType
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import nn
@@ -533,7 +533,7 @@ def _classes_in(asked: Any) -> Iterator[Any]:
         for each in asked:
             yield from _classes_in(each)
     else:
-        yield from getattr(asked, "__args__", (asked,))
+        yield from get_args(asked) or (asked,)
 
 
 def _answers_itself(kind: Any) -> bool:
