@@ -3,11 +3,12 @@
 A line says what the family names otherwise than most, and what makes it small.
 """
 
+from collections.abc import Callable
 from importlib.metadata import version
 from typing import Any
 
 import torch
-from torch import Generator
+from torch import Generator, Tensor
 
 from tests.zoo import (
     DECODER,
@@ -57,7 +58,74 @@ def _spectrogram_to_text(batch: int, seq: int, generator: Generator) -> Inputs:
     return {"input_features": features, "decoder_input_ids": ids(batch, seq, generator)}
 
 
+def _decision(batch: int, seq: int, generator: Generator) -> Inputs:
+    """Return prompts with two questions: the token behind each, the number of its options, its type."""
+    marks, options, types = (torch.tensor([row] * batch) for row in ((2, 5), (2, 4), (0, 1)))
+    texts = ids(batch, seq, generator)
+    return {"input_ids": texts, "marks": marks, "num_options": options, "question_type_ids": types}
+
+
+def _beside(tokens: list[int], typed: bool = False, **others: Callable[[int, Generator], Tensor]) -> Any:
+    """Return a function for inputs: texts with `tokens` in each row, and what `others` make for the batch.
+
+    Args:
+        tokens: SEEN stands for a part of a picture or of a sound.
+        typed: True if the model is told which tokens are SEEN.
+    """
+
+    def inputs(batch: int, seq: int, generator: Generator, padded: bool = False) -> Inputs:
+        given = text(batch, seq, generator, padded)
+        first = min(seq // 3, seq - len(tokens))  # behind the padding
+        given["input_ids"][:, first : first + len(tokens)] = torch.tensor(tokens)
+        types = {"mm_token_type_ids": (given["input_ids"] == SEEN).int()} if typed else {}
+        return given | types | {name: make(batch, generator) for name, make in others.items()}
+
+    return inputs
+
+
+def _random(*shape: int) -> Callable[[int, Generator], Tensor]:
+    return lambda batch, generator: torch.randn(batch, *shape, generator=generator)
+
+
+def _patches(*shape: int) -> Callable[[int, Generator], Tensor]:
+    """Return a function for the PATCHES of all pictures in a row."""
+    return lambda batch, generator: torch.randn(batch * PATCHES, *shape, generator=generator)
+
+
+def _strip(batch: int, generator: Generator) -> Tensor:
+    """Return the patches of all pictures beside each other, as one picture."""
+    return torch.randn(1, 3, SIDE, batch * PATCHES * SIDE, generator=generator)
+
+
+def _each(*values: int) -> Callable[[int, Generator], Tensor]:
+    return lambda batch, generator: torch.tensor([values] * batch)
+
+
+def _ones(*shape: int, dtype: torch.dtype = torch.long) -> Callable[[int, Generator], Tensor]:
+    return lambda batch, generator: torch.ones(batch, *shape, dtype=dtype)
+
+
+def _squares(batch: int, generator: Generator) -> Tensor:
+    """Return the numbers of the patches in each square of 2 by 2."""
+    return torch.arange(batch * PATCHES).view(-1, 2, 2, 2, 2).transpose(2, 3).reshape(-1, 4)
+
+
+def _sound(batch: int, seq: int, generator: Generator) -> Inputs:
+    return {"input_values": torch.randn(batch, 1, 16 * seq + 8, generator=generator)}
+
+
+def _mels(batch: int, seq: int, generator: Generator) -> Inputs:
+    return {"input_features": torch.randn(batch, 4 * seq, MELS, generator=generator)}
+
+
+def _page(batch: int, seq: int, generator: Generator) -> Inputs:
+    return {"pixel_values": torch.randn(batch, 3, 4 * PIXELS, 4 * PIXELS, generator=generator)}
+
+
 # Settings that families share
+
+SEEN = 1  # ids() returns no special token
+SIDE, PATCHES = 4, 16  # of a picture
 
 FRAMES = 4
 _HEAD = {"head_dim": 16}
@@ -533,6 +601,64 @@ FAMILIES: dict[str, Case] = by_name(
         },
     ),
 )
+# Models of transformers 5.24 that see and hear beside reading
+
+_ENCODES = {"hidden_size": HIDDEN, "intermediate_size": 128, "num_hidden_layers": LAYERS}
+_ENCODES |= {"num_attention_heads": 4}
+_IMAGE, _AUDIO = {"image_token_id": SEEN}, {"audio_token_id": SEEN}
+_SEES = _ENCODES | {"patch_size": SIDE}
+_QWEN = {"model_type": "qwen3_5_text"} | LLAMA | _HEAD | _DELTA
+_NEMOTRON = {name: size for name, size in LLAMA.items() if name != "num_hidden_layers"} | _HEAD | _ROUTED
+_NEMOTRON |= {"layers_block_type": ["mamba", "attention", "moe"], "ssm_state_size": 16, "chunk_size": 8}
+_NEMOTRON |= {"mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 2}
+_NEMOTRON |= {"moe_shared_expert_intermediate_size": 32}
+_HEARS = _ENCODES | _CONVOLUTIONS | {"num_conv_pos_embeddings": 8, "num_conv_pos_embedding_groups": 4}
+_HEARS |= {"layerdrop": 0.0}
+_FRAMES = {"num_mel_bins": MELS, "subsampling_factor": 4}
+_SPEAKERS = {
+    "audio_config": _ENCODES | _FRAMES,
+    "head_config": {
+        "hidden_size": 32,
+        "num_speakers": 2,
+        "audio_hidden_size": HIDDEN,
+        "subsampling_factor": 4,
+    },
+    "streaming_config": {"num_speakers": 2, "subsampling_factor": 4, "speaker_cache_length": 8},
+    "chunk_length": 8,
+    "chunk_right_context": 2,
+    "fifo_length": 4,
+    "speaker_cache_update_period": 6,
+}
+_SPEAKS = _ENCODES | {
+    "vocab_size": VOCAB + 1,
+    "max_position_embeddings": 64,
+    "latent_dim": 8,
+    "pad_token_id": 0,
+    "audio_prompt_token_id": SEEN,
+    "audio_bos_token_id": 2,
+    "audio_latent_token_id": VOCAB,
+    "flow_head_config": {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "latent_dim": 8,
+        "condition_dim": HIDDEN,
+        "frequency_embedding_size": 32,
+        "loss_weighting_hidden_size": 8,
+    },
+}
+
+
+def _voice(width: int) -> Any:
+    """Return a function for texts with a voice's prompt of two latents and a sound of three."""
+    tokens = [SEEN, SEEN, 2, VOCAB, VOCAB, VOCAB]
+    return _beside(tokens, audio_prompt_latents=_random(2, width), audio_latents=_random(3, 8))
+
+
+def _reader(inputs: Any) -> Any:
+    """Return a function for a case that reads pictures or sounds, and generates text."""
+    return _of("ForConditionalGeneration", inputs)
+
+
 NEWEST: dict[str, Case] = by_name(  # of transformers 5.24
     _decoder("apertus1p5", "Apertus1p5Text", LLAMA),
     _decoder(
@@ -574,6 +700,295 @@ NEWEST: dict[str, Case] = by_name(  # of transformers 5.24
         LLAMA | _LOCAL | _HEAD | _LONG | {"moe_hidden_size": 32, "moe_intermediate_size": 32},
     ),
     _masked("ultrabert", "Ultrabert", ENCODER),
+    hf_case("exaone", "LlamaForCausalLM", "ExaoneConfig", LLAMA),
+    hf_case(
+        "internlm3",
+        "LlamaForCausalLM",
+        "InternLM3Config",
+        LLAMA | _HEAD | {"attention_bias": True, "mlp_bias": True},
+    ),
+    hf_case("iquestcoder", "LlamaForCausalLM", "IQuestCoderConfig", LLAMA | _HEAD),
+    hf_case(
+        "sarvam_mla",
+        "DeepseekV3ForCausalLM",
+        "SarvamMLAConfig",
+        LLAMA | _OF_LATENT | {"first_k_dense_replace": 1, "q_lora_rank": None},
+    ),
+    hf_case(
+        "sarvam_moe",
+        "Glm4MoeForCausalLM",
+        "SarvamMoEConfig",
+        LLAMA | _ROUTED | _HEAD | {"first_k_dense_replace": 1},
+    ),
+    _of("ForDecision", _decision, takes_mask=False)(
+        "jev", "Jev", {"hidden_size": HIDDEN, "softcap": 5.0, "text_config": _QWEN}
+    ),
+    _of("ForObjectDetection", _page, takes_mask=False)(
+        "pp_doclayout_v4",
+        "PPDocLayoutV4",
+        {
+            "hidden_size": HIDDEN,
+            "encoder_hidden_dim": HIDDEN,
+            "encoder_ffn_dim": 128,
+            "decoder_ffn_dim": 128,
+            "encoder_attention_heads": 4,
+            "decoder_attention_heads": 4,
+            "decoder_layers": 2,
+            "num_queries": 8,
+            "encoder_in_channels": [32] * 3,
+            "decoder_in_channels": [HIDDEN] * 3,
+            "global_pointer_head_size": 16,
+            "num_denoising": 0,
+            "num_labels": 5,
+            "backbone_config": {
+                "model_type": "hgnet_v2",
+                "depths": [1] * 4,
+                "hidden_sizes": [32] * 4,
+                "embedding_size": 16,
+                "stem_channels": [3, 16, 16],
+                "stage_in_channels": [16, 32, 32, 32],
+                "stage_mid_channels": [16] * 4,
+                "stage_out_channels": [32] * 4,
+                "stage_num_blocks": [1] * 4,
+                "stage_numb_of_layers": [1] * 4,
+                "out_features": ["stage2", "stage3", "stage4"],
+            },
+        },
+    ),
+    _of("ForMaskedLM", _beside([SEEN] * 4, pixel_values=_random(1, 3, PIXELS, PIXELS)))(
+        "ultravbert",
+        "UltraVBert",
+        {
+            "text_config": {"model_type": "ultrabert"} | ENCODER,
+            "vision_config": VISION | {"model_type": "siglip_vision_model", "vision_use_head": False},
+            "pixel_shuffle_factor": 2,
+        }
+        | _IMAGE,
+    ),
+    _of("ForConditionalGeneration", _voice(16))(
+        "gradium_phonon_tts",
+        "GradiumPhononTTS",
+        _SPEAKS | {"audio_prompt_dim": 16, "duration_delta_embedding_dim": 16},
+    ),
+    _of("ForAudioFrameClassification", _mels, takes_mask=False)(
+        "nemotron3_diarization", "Nemotron3Diarization", _SPEAKERS
+    ),
+    hf_case(
+        "omniasr_ctc",
+        "OmniASRForCTC",
+        "OmniASRCTCConfig",
+        {"audio_config": _HEARS, "vocab_size": VOCAB},
+        _sound,
+        takes_mask=False,
+    ),
+    _of("ForConditionalGeneration", _voice(8))("pocket_tts", "PocketTTS", _SPEAKS),
+    _of("Model", _sound, takes_mask=False)(
+        "pocket_tts_audio_tokenizer",
+        "PocketTTSAudioTokenizer",
+        _ENCODES
+        | {
+            "num_filters": 8,
+            "upsampling_ratios": [2, 2],
+            "upsample_groups": HIDDEN,
+            "latent_stride": 4,
+            "latent_dim": 8,
+            "num_key_value_heads": 4,
+            "sliding_window": WINDOW,
+        },
+    ),
+    _of("Model", _sound, takes_mask=False)(
+        "wavtokenizer",
+        "WavTokenizer",
+        {
+            "num_filters": 8,
+            "upsampling_ratios": [2, 2],
+            "hidden_size": 32,
+            "codebook_dim": 32,
+            "codebook_size": 16,
+            "decoder_hidden_size": HIDDEN,
+            "decoder_intermediate_size": 128,
+            "decoder_num_layers": 2,
+            "decoder_attention_num_groups": 8,
+        },
+    ),
 )
+READERS: dict[str, Case] = by_name(  # of pictures and sounds, also of transformers 5.24
+    _reader(
+        _beside(
+            [SEEN] * 4,
+            pixel_values=_random(1, 3, PIXELS, PIXELS),
+            pixel_attention_mask=_ones(1, dtype=torch.bool),
+        )
+    )(
+        "granite_docling",
+        "GraniteDocling",
+        {
+            "text_config": LLAMA,
+            "vision_config": VISION
+            | {"out_hidden_size": HIDDEN, "scale_factor": 2, "deepstack_visual_indexes": [0, 1]},
+            "pad_token_id": 0,
+        }
+        | _IMAGE,
+    ),
+    _reader(
+        _beside(
+            [SEEN] * 4,
+            typed=True,
+            pixel_values=_random(PATCHES, 48),
+            image_token_pooling=_squares,
+            image_grids=_each(1, 2, 1, 2),
+        )
+    )(
+        "molmo2",
+        "Molmo2",
+        {
+            "text_config": LLAMA | _HEAD | {"additional_vocab_size": 8},
+            "vision_config": VISION | _HEAD | {"image_size": [PIXELS, PIXELS], "num_key_value_heads": 4},
+            "adapter_config": _HEAD
+            | {
+                "vision_feature_layer": [1, 0],
+                "hidden_size": HIDDEN,
+                "num_attention_heads": 4,
+                "num_key_value_heads": 4,
+                "intermediate_size": 96,
+                "text_hidden_size": HIDDEN,
+            },
+            "image_patch_id": SEEN,
+        },
+    ),
+    _reader(_beside([SEEN] * 6, typed=True, pixel_values=_patches(48), image_grid_thw=_each(1, 4, 4)))(
+        "hy_v4_vl",
+        "HYV4VL",
+        {
+            "text_config": LLAMA | _OF_LATENT | _INDEXED | _MIXED | {"hc_mult": 2} | _sections([2, 1, 1]),
+            "vision_config": _SEES | {"out_hidden_size": HIDDEN, "max_image_size": PIXELS},
+        }
+        | _IMAGE,
+    ),
+    _reader(_beside([SEEN] * 4, pixel_values=_patches(96), image_grid_thw=_each(1, 4, 4)))(
+        "hyperclovax_vision_v2",
+        "HyperCLOVAXVisionV2",
+        {
+            "text_config": {"model_type": "hyperclovax"} | LLAMA,
+            "vision_config": _SEES
+            | {
+                "model_type": "qwen2_5_vl_vision",
+                "depth": 2,
+                "num_heads": 4,
+                "out_hidden_size": 32,
+                "window_size": 8,
+                "fullatt_block_indexes": [1],
+            },
+        }
+        | _IMAGE,
+    ),
+    _reader(_beside([SEEN] * 4, pixel_values=_patches(96), image_grid_thw=_each(1, 4, 4)))(
+        "lfm3_vl",
+        "Lfm3Vl",
+        {
+            "text_config": {"model_type": "lfm3"}
+            | LLAMA
+            | _HEAD
+            | {"layer_types": ["conv", "full_attention"], "sliding_window": WINDOW},
+            "vision_config": _SEES | {"num_key_value_heads": 2, "layer_types": ["conv", "full_attention"]},
+            "projector_hidden_size": 96,
+        }
+        | _IMAGE,
+    ),
+    _reader(_beside([SEEN] * 4, pixel_values=_strip, target_sizes=_each(4, 4)))(
+        "minicpm_ocr",
+        "MiniCPMOcr",
+        {"text_config": _QWEN, "vision_config": VISION, "insert_layer_id": 0} | _IMAGE,
+    ),
+    _reader(_beside([VOCAB, SEEN, VOCAB + 1], typed=True, pixel_values=_strip, target_sizes=_each(4, 4)))(
+        "minicpmv4_7",
+        "MiniCPMV4_7",
+        {
+            "text_config": _QWEN | {"vocab_size": VOCAB + 2} | _sections([2, 1, 1]),
+            "vision_config": VISION,
+            "insert_layer_id": 0,
+            "image_start_id": VOCAB,
+            "image_end_id": VOCAB + 1,
+            "slice_start_id": VOCAB + 2,
+            "slice_end_id": VOCAB + 3,
+            "newline_id": VOCAB + 4,
+        }
+        | _IMAGE,
+    ),
+    _of(
+        "_Reasoning_V3",
+        _beside([SEEN] * 4, pixel_values=_patches(48), image_grid_hw=_each(4, 4)),
+        config="_Reasoning_V3_Config",
+    )(
+        "nemotron_h_omni",
+        "NemotronH_Omni",
+        {
+            "text_config": _NEMOTRON,
+            "vision_config": _SEES
+            | {
+                "mlp_ratio": 2.0,
+                "image_size": PIXELS,
+                "max_img_size": PIXELS,
+                "num_cls_tokens": 1,
+                "num_registers": 2,
+                "video_temporal_patch_size": 2,
+            },
+            "vision_hidden_size": HIDDEN,
+            "projector_hidden_size": 96,
+        }
+        | _IMAGE,
+    ),
+    _reader(_beside([SEEN] * 7, pixel_values=_random(3, 8 * PIXELS, 8 * PIXELS)))(
+        "unlimited_ocr",
+        "UnlimitedOcr",
+        {
+            "text_config": LLAMA | _ROUTED | _MIXED | {"num_key_value_heads": 4, "sliding_window": WINDOW},
+            "vision_config": {
+                "sam_config": {
+                    "hidden_size": HIDDEN,
+                    "output_channels": 16,
+                    "num_hidden_layers": 2,
+                    "num_attention_heads": 4,
+                    "image_size": 8 * PIXELS,
+                    "patch_size": 16,
+                    "window_size": 4,
+                    "global_attn_indexes": [1],
+                    "mlp_dim": 128,
+                    "downsample_channels": [32, HIDDEN],
+                },
+                "encoder_config": _ENCODES | {"image_size": 32, "patch_size": 16},
+            },
+        }
+        | _IMAGE,
+    ),
+    _reader(_beside([SEEN] * 4, input_features=_random(MELS, 32), input_features_mask=_ones(32)))(
+        "moss_transcribe_diarize",
+        "MossTranscribeDiarize",
+        {
+            "text_config": {"model_type": "qwen3"} | LLAMA | _HEAD,
+            "audio_config": _ENCODES | {"num_mel_bins": MELS, "max_source_positions": 16},
+        }
+        | _AUDIO,
+    ),
+    _reader(_beside([SEEN] * 4, input_features=_random(16, MELS), input_features_mask=_ones(16)))(
+        "nemotron3_5_transcribe",
+        "Nemotron3_5Transcribe",
+        {
+            "text_config": _NEMOTRON,
+            "audio_config": {
+                "asr_config": _ENCODES | _FRAMES,
+                "diarization_config": {"model_type": "nemotron3_diarization"} | _SPEAKERS,
+            },
+            "word_timestamp_config": _ENCODES | {"vocab_size": 8, "blank_token_id": 7},
+        }
+        | _AUDIO,
+    ),
+    _reader(_beside([SEEN] * 4, input_values=_random(1, 72)))(
+        "omniasr",
+        "OmniASR",
+        {"text_config": {"model_type": "llama"} | LLAMA, "audio_config": _HEARS} | _AUDIO,
+    ),
+)
+NEWEST |= READERS
 if tuple(map(int, version("transformers").split(".")[:2])) >= (5, 24):
     FAMILIES |= NEWEST

@@ -11,13 +11,17 @@ from torch.utils._pytree import tree_map_only
 
 import te_transform
 from tests.conversions import EVERYWHERE, Pair, each, error, gradients, inspected
-from tests.families import FAMILIES
+from tests.families import FAMILIES, READERS
 from tests.others import OTHERS
 from tests.zoo import Inputs, zero_dropout
 
 MODELS = FAMILIES | OTHERS
 every_model = each(MODELS, later=MODELS)
-GENERATING = [n for n, case in FAMILIES.items() if case.causal_lm or "decoder_input_ids" in case.sample()]
+GENERATING = [
+    name
+    for name, case in FAMILIES.items()
+    if case.causal_lm or name in READERS or "decoder_input_ids" in case.sample()
+]
 # Their own code turns queries and keys in fp32 and multiplies them with values in bf16, which raises.
 IN_FP32_ALONE = ("lucid_local",)
 FRESH = 1  # the seed of inputs that no model was converted with

@@ -44,8 +44,8 @@ _LIKELIEST = {
     r"time|sigma|guidance": "numbers",
 }
 _OTHERS = (
-    "rows", "vector", "numbers", "labels", "ids", "pair", "three_pairs", "layers", "layers_of_tokens",
-    "list_of_layers", "frame_numbers", "lengths", "mask", "booleans", "text_and_sizes",
+    "rows", "vector", "numbers", "labels", "ids", "pair", "three_pairs", "layers", "lengths", "mask",
+    "booleans", "text_and_sizes", "layers_of_tokens", "list_of_layers", "frame_numbers",
 )  # fmt: skip
 _NO_CONDITION = re.compile(r"attention_kwargs|controlnet|cache|^return")
 
