@@ -19,10 +19,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # to import the models of the tests
 
+import torch
 from torch import nn
 
 import te_transform
 from te_transform.report.report import Report
+from tests.conversions import cast
 from tests.families import FAMILIES, NEWEST
 from tests.others import OTHERS
 from tests.zoo import CASES, EXTRA, Case, Inputs
@@ -95,7 +97,7 @@ def cells(case: Case) -> tuple[str, ...]:
     """Return the number of fused sites of each rule, and the obstacles to more."""
     model, sample = _of_two_layers(case), case.sample()
     if case.hf and any(type(part).__name__.endswith("Experts") for part in model.modules()):
-        model = _in_bfloat16(model, sample)
+        model, sample = _in_bfloat16(model, sample)
     converted = te_transform.convert(model, sample)
     if not (found := te_transform.verify(model, converted, sample)):
         raise SystemExit(f"{case.name}: {found}")
@@ -110,14 +112,14 @@ def _as_printed(name: str) -> tuple[str, ...]:
     return next(tuple(found) for names, *found in rows if name in names.split(", "))
 
 
-def _in_bfloat16(model: nn.Module, sample: Inputs) -> nn.Module:
-    """Return the model in bfloat16, or in float32 if its own code fails in bfloat16."""
-    narrow = copy.deepcopy(model).bfloat16()
+def _in_bfloat16(model: nn.Module, sample: Inputs) -> tuple[nn.Module, Inputs]:
+    """Return model and inputs in bfloat16, or in float32 if the model's own code fails in bfloat16."""
+    narrow, inputs = copy.deepcopy(model).bfloat16(), cast(sample, torch.bfloat16)
     try:
-        narrow(**sample)
+        narrow(**inputs)
     except RuntimeError:
-        return model
-    return narrow
+        return model, sample
+    return narrow, inputs
 
 
 def _of_two_layers(case: Case) -> nn.Module:

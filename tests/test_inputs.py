@@ -402,7 +402,7 @@ class OfTwoLatents(Denoiser):
 
 
 class OfLayers(Denoiser):
-    """Takes a time for each frame, rows for each token, a list of texts, and a condition in pixels."""
+    """Takes several rows for each token, a list of texts, and a condition in pixels."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -417,12 +417,11 @@ class OfLayers(Denoiser):
         layers: list,
         image_cond: Tensor,
     ) -> Tensor:
-        _, frames = timestep.shape
         batch, tokens, _, width = encoder_hidden_states.shape
         text = self.text(self.tokens(encoder_hidden_states.mT).view(batch, tokens, width)).mean(1)
         for index, layer in enumerate(layers):
             text = text + self.projections[index](layer).mean(1)
-        x = self.condition(sample, timestep.sum(1) / frames, text)
+        x = self.condition(sample, timestep, text)
         return torch.cat([x, self.pixels(image_cond).flatten(2).mT], -1)
 
 
@@ -449,8 +448,7 @@ class OfPackedPatches(nn.Module):
     [
         (
             OfLayers,
-            "sample=float32[2, 4, 16, 16], timestep=float32[2, 4], "
-            "encoder_hidden_states=float32[2, 8, 9, 6], "
+            "sample=float32[2, 4, 16, 16], timestep=float32[2], encoder_hidden_states=float32[2, 8, 9, 6], "
             "layers=[float32[2, 8, 7], float32[2, 8, 7], float32[2, 8, 7]], "
             "image_cond=float32[2, 3, 128, 128]",
         ),

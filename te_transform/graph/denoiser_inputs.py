@@ -45,7 +45,7 @@ _LIKELIEST = {
 }
 _OTHERS = (
     "rows", "vector", "numbers", "labels", "ids", "pair", "three_pairs", "layers", "lengths", "mask",
-    "booleans", "text_and_sizes", "layers_of_tokens", "list_of_layers", "frame_numbers",
+    "booleans", "text_and_sizes", "layers_of_tokens", "list_of_layers",
 )  # fmt: skip
 _NO_CONDITION = re.compile(r"attention_kwargs|controlnet|cache|^return")
 
@@ -87,9 +87,6 @@ class _Forms:
 
     def numbers(self, length: int, width: int) -> Tensor:
         return torch.rand(self.batch, dtype=torch.float32, device="cpu").to(self.like)
-
-    def frame_numbers(self, length: int, width: int) -> Tensor:
-        return torch.rand(self.batch, _frames(self.model), dtype=torch.float32, device="cpu").to(self.like)
 
     def steps(self, length: int, width: int) -> Tensor:
         return torch.arange(self.batch, dtype=torch.int64, device="cpu")
@@ -170,7 +167,7 @@ def denoiser_arguments(model: nn.Module, batch: int, length: int) -> dict[str, A
     for name in filter(re.compile(r"_(latents|cond)$").search, guess):  # beside those that are denoised
         guess[name] = replace(guess[name], forms=(*guess[name].forms, *shapes, *pictures))
     guess[latents] = Argument(_as_annotated(shapes, parameters[latents]), length, channels, True)
-    guess[times] = replace(guess[times], forms=(forms.numbers, forms.steps, forms.frame_numbers))
+    guess[times] = replace(guess[times], forms=(forms.numbers, forms.steps))
     return furthest(model, guess)
 
 
@@ -211,7 +208,8 @@ def _latent_shapes(model: nn.Module, length: int, is_packed: bool) -> Iterator[t
     if is_packed:
         yield (length, -1)
     sides = list(_latent_sides(model))
-    videos = [each if len(each) == 3 else (_frames(model), *each) for each in sides]
+    frames = _config_entry(model, "video_length") or _FRAMES
+    videos = [each if len(each) == 3 else (frames, *each) for each in sides]
     yield from ((-1, *each) for each in (*sides, *videos))
     yield from ((first, -1, *each) for first, *each in videos)
     yield from ((-1, length), (length, -1), (-1,))
@@ -232,10 +230,6 @@ def _patch(model: nn.Module) -> tuple[int, ...]:
     """Return the sizes of the first convolution's kernel."""
     kernels = (m.kernel_size for m in model.modules() if isinstance(m, (nn.Conv2d, nn.Conv3d)))
     return next(kernels, (2, 2))
-
-
-def _frames(model: nn.Module) -> int:
-    return _config_entry(model, "video_length") or _FRAMES
 
 
 def _config_entry(model: nn.Module, *names: str) -> Any:
