@@ -667,10 +667,10 @@ def test_explain_says_what_is_wrong(name: str, capsys: pytest.CaptureFixture[str
 
 
 def test_models(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["models", "olmo2"]) == 0
+    assert main(["models", "olmo3"]) == 0
     head, _, line = (line for line in capsys.readouterr().out.splitlines() if line.strip())
     assert head.split()[:3] == ["model", "merge_siblings", "attention"]
-    assert line.split()[:3] == ["olmo2", "4", "2"]
+    assert line.split()[:3] == ["olmo3", "4", "2"]
     assert main(["models"]) == 0
     assert "gpt2_eager" in capsys.readouterr().out
     assert main(["models", "GPT-2 eager"]) == 0

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
+from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 from torch._dynamo.variables.builder import VariableBuilder
 
 from te_transform.graph.capture import capture
@@ -553,6 +554,19 @@ def test_a_class_attribute_that_no_forward_reads_may_change() -> None:
     assert len(graphs) == 1
     plain.__bool__ = SPECIAL["__bool__"][1]
     torch.testing.assert_close(run(X), X * 3.0)
+
+
+def test_a_forward_that_enters_a_mode_is_one_graph() -> None:
+    """As transformers enters one to compute a mask with tensors as indices."""
+    graphs: list[Any] = []
+
+    def forward(x: Tensor) -> Tensor:
+        with TransformGetItemToIndex():
+            return torch.vmap(lambda index: x[index] * 2.0)(torch.arange(len(x)))
+
+    run = capture(forward, lambda graph, inputs: graphs.append(graph) or graph.forward)
+    torch.testing.assert_close(run(X), X * 2.0)
+    assert len(graphs) == 1
 
 
 @pytest.mark.parametrize("asked", [types.GenericAlias, (types.GenericAlias, int), int | Registers])

@@ -116,8 +116,8 @@ def _guard_identity(*sources: Source | None) -> None:
 
 
 def _note_tracked(_: SideEffects, __: Any, variable: VariableTracker, **___: Any) -> None:
-    """Note an object that the capture may change."""
-    if variable.source is not None:
+    """Note an object that the capture may change, except dynamo's own stack of modes, which has no name."""
+    if variable.source is not None and type(variable.source) is not Source:
         _compared_objects().tracked.append(variable)
 
 
