@@ -42,6 +42,7 @@ WHY = {  # the obstacle, by a part of the reason; the first match counts
     "are multiplied by a tensor": "a tensor as scale",
     "between its two products": "attention of its own kind",
     "in the middle of the attention": "attention of its own kind",
+    "after its softmax": "attention of its own kind",
     "is over another dimension": "attention of its own kind",
     "than scaled_dot_product_attention": "attention of its own kind",
     "have a bias and some have none": "some of q, k and v have a bias and are frozen",
