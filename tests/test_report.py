@@ -662,8 +662,8 @@ def test_a_forward_that_raises_when_it_is_traced_is_one_reason_with_advice() -> 
     line = Backbone.forward.__code__.co_firstlineno
     assert [reason for reason in reasons if "cannot capture" in reason] == [
         f"dynamo cannot capture forward() at test_report.py:{line} (Observed exception): your own code runs "
-        "there; traced, it raises where yours does not: pass the arguments that it makes itself only if it "
-        "is not traced, such as attention_mask"
+        "there; it raises only when dynamo traces it: pass every argument, such as attention_mask, because "
+        "some forwards make a missing one only outside of a trace"
     ]
 
 

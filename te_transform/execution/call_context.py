@@ -40,7 +40,7 @@ class CallContext:
         self.args, self.kwargs = args, kwargs or {}
         self.is_observed, self.observe_only = is_observed, observe_only
         self.prepared: Any = None
-        # in functions of C: each call reads these three
+        # as backends/tracing.py, without a call of Python: each call reads these three
         self.records_gradients = torch.is_grad_enabled()
         self.hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
         self.in_backward = torch._C._current_graph_task_id() != -1

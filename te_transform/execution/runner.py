@@ -423,7 +423,8 @@ def _restored(*arguments: Any) -> Runner:
     return runner
 
 
-# If dynamo cannot trace a forward, it traces the functions that the forward calls, such as this one.
+# If dynamo cannot trace a forward, it traces the functions that the forward calls. Runner.call() is not the
+# user's code, so the report needs no reason for it.
 skip_code(Runner.call.__code__)
 
 

@@ -29,8 +29,8 @@ _ADVICE = {
     "np.random.rand": "set apply_spec_augment=False if you do not need masking",
     "hidden_states.requires_grad": "call freeze_feature_encoder() if the convolutions are not trained",
     "Observed exception": (
-        "traced, it raises where yours does not: pass the arguments that it makes itself only if it is not "
-        "traced, such as attention_mask"
+        "it raises only when dynamo traces it: pass every argument, such as attention_mask, because some "
+        "forwards make a missing one only outside of a trace"
     ),
     "assert ": "python -O removes asserts, which leaves one graph",
     "Data-dependent": "select between tensors with torch.where(), or pass the condition as a Python bool",
