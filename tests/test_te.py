@@ -18,12 +18,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
+import te_transform
 from te_transform.backends import cudnn, limits, plain
 from te_transform.backends.fp8.current_model import running
 from te_transform.backends.fp8.registry import forget_weights, state_of
 from te_transform.backends.joined import Join, make_adjacent
 from te_transform.graph import ops
 from tests import stand_in
+from tests.conversions import ALL
 
 pytestmark = pytest.mark.usefixtures("at_any_size")
 
@@ -849,3 +851,27 @@ def test_the_cast_of_a_gated_activations_gradient_is_put_in_once_and_only_where_
     monkeypatch.setattr(layernorm_mlp, "_act_func", lambda *_: ("forward", "backward", "with its cast"))
     te.activations.with_own_activations.cache_clear()
     assert type(te.activations.activation_of("swiglu", bias=False)) is str
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_a_call_compares_no_tensor_with_none(
+    te: ModuleType, training: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`None in tensors` asks each tensor for its ==, which takes 10 us of the CPU."""
+    case = ALL["llama"]
+    model, sample = case.build().bfloat16().train(training), case.sample()
+    converted = te_transform.convert(model, sample, backend="te", recipe="fp8-delayed", verify=False)
+    compared: list[Any] = []
+    equal = Tensor.__eq__
+
+    def counted(one: Tensor, other: Any) -> Any:
+        if other is None:
+            compared.append(one.shape)
+        return equal(one, other)
+
+    with torch.set_grad_enabled(training):
+        for _ in range(3):  # the last one with the scales and the quantized weights of the others
+            converted(**sample)
+        monkeypatch.setattr(Tensor, "__eq__", counted)
+        converted(**sample)
+    assert compared == []

@@ -50,8 +50,7 @@ class Group:
 
     def is_intact(self) -> bool:
         """Return True if none of its parameters has moved or been freed."""
-        parameters = [member() for member in self.members]
-        return None not in parameters and self.contains(parameters)
+        return self.contains([parameter for member in self.members if (parameter := member()) is not None])
 
 
 @dataclass
@@ -182,7 +181,7 @@ class Join(GraphOp):
         """
         parameters = tuple(part for part in parts if isinstance(part, Tensor))
         has_zeros, tensors = len(parameters) < len(parts), tuple(map(_local_parameter, parameters))
-        if None in tensors or transformed():
+        if any(tensor is None for tensor in tensors) or transformed():
             # DTensors, tensors of a function transform and torch.func's replacements; and FP8-only weights,
             # which are adjacent in their own way
             whole = None if has_zeros else _joined_fp8_only(parameters)

@@ -106,5 +106,5 @@ class Source:
 
     def parameters(self) -> tuple[Tensor, ...]:
         """Return the parameters, or () if one of them has been freed."""
-        living = tuple(reference() for reference in self.references)
-        return () if None in living else living
+        living = tuple(parameter for each in self.references if (parameter := each()) is not None)
+        return living if len(living) == len(self.references) else ()
