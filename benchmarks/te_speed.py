@@ -207,7 +207,7 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("subject", choices=SUBJECTS)
-    parser.add_argument("--only", default="", help="comma-separated parts of contenders' names")
+    parser.add_argument("--only", default="", help="comma-separated names of contenders, or parts of names")
     parser.add_argument("--rounds", type=positive, default=15, help="number of turns of each contender")
     parser.add_argument("--profile", default="", help="print the kernels of this contender, no times")
     parser.add_argument("--json", type=output_file, help="also write the rows to this file")
@@ -216,7 +216,11 @@ def main() -> None:
     subject = SUBJECTS[asked.subject]()
     chosen = contenders(subject)
     wanted = [asked.profile] if asked.profile else asked.only.split(",")
-    chosen = {name: make for name, make in chosen.items() if any(word in name for word in wanted)}
+    chosen = {
+        name: make
+        for name, make in chosen.items()
+        if any(word == name if word in chosen else word in name for word in wanted)
+    }
     original = _on_gpu(subject.build)
     reference = _reference(original, subject)
     steps, errors = {}, {}
