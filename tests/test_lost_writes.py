@@ -136,3 +136,21 @@ def test_writes_are_read_and_stay(change: Callable[..., Any], held: Callable[[],
     for _ in range(3):
         assert torch.equal(run(model, X), twin(X))
     assert change(model) == change(twin)
+
+
+def test_writes_before_and_after_a_hook_stay() -> None:
+    class Counted(Model):
+        def forward(self, x: Tensor) -> Tensor:
+            for _ in range(2):
+                self.held += 1.0
+                x = self.product(x)
+                x.register_hook(lambda grad: 2 * grad)
+                x = x * self.held
+            return x
+
+    model, twin = Counted(0.0), Counted(0.0)
+    twin.load_state_dict(model.state_dict())
+    run = capture(Counted.forward, lambda graph, inputs: graph.forward)
+    for _ in range(3):
+        assert torch.equal(run(model, X), twin(X))
+        assert model.held == twin.held

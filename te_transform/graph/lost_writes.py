@@ -23,6 +23,7 @@ def write_patches() -> Iterator[Patch]:
     yield SideEffects, "store_attr", call_before(_check_owner)
     yield builder.VariableBuilder, "_wrap", _lists_in_tuples  # dynamo caches wrap_listlike()
     if IS_2_13:
+        yield dicts.SideEffectsProxyDict, "__init__", call_after(_follow_writes)
         yield user_defined.OrderedDictVariable, "call_method", call_after(_write_order)
     else:
         yield dicts.ConstDictVariable, "call_method", call_after(_write_order)
@@ -35,6 +36,21 @@ def _check_owner(_: SideEffects, variable: VariableTracker, *__: Any) -> None:
     """Leave a write to an attribute of a class to the user's own code: dynamo hides it from objects."""
     if isinstance(variable, UserDefinedClassVariable):
         leave_to_user("it writes to an attribute of a class; hold the value in an object")
+
+
+class _Writes:
+    """The writes of a capture so far. Dynamo replaces their table where it traces a hook of a tensor."""
+
+    def __init__(self, capture: Any):
+        self._capture = capture
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._capture.side_effects, name)
+
+
+def _follow_writes(self: Any, _: VariableTracker, tx: Any) -> None:
+    """Point a `__dict__` at the current table of writes: dynamo loses later writes to an old one."""
+    self.side_effects = _Writes(tx.output)
 
 
 def _property_setter(own: Callable[..., Any]) -> Callable[..., Any]:
