@@ -107,6 +107,21 @@ def test_everything_that_a_forward_changes_is_put_back() -> None:
     model.linear.register_buffer("b", torch.zeros(1))  # the dictionary is there again
 
 
+def test_hooks_of_parameters_are_restored() -> None:
+    model, calls = nn.Linear(4, 4), []
+    kept = model.bias.register_hook(lambda grad: calls.append("kept"))
+    with preserved(model):
+        for parameter in model.parameters():
+            parameter.register_hook(lambda grad: calls.append("registered"))
+            parameter.register_post_accumulate_grad_hook(lambda parameter: calls.append("accumulated"))
+    model(torch.randn(2, 4)).sum().backward()
+    assert calls == ["kept"]
+    kept.remove()
+    model.weight.register_hook(lambda grad: calls.append("later"))
+    model(torch.randn(2, 4)).sum().backward()
+    assert calls == ["kept", "later"]
+
+
 def test_state_is_restored_if_the_forward_raises() -> None:
     model = Writes()
     before = state(model)

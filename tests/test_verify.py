@@ -783,6 +783,17 @@ def test_checking_sites_writes_into_nothing_that_the_graph_writes_into() -> None
     assert converted.calls == 1
 
 
+def test_a_graph_with_the_hook_of_a_tensor_is_checked() -> None:
+    class Hooked(OneBatch):
+        def forward(self, x: Tensor) -> Tensor:
+            x = super().forward(x)
+            x.register_hook(lambda grad: 2 * grad)
+            return 3 * x
+
+    converted = te_transform.convert(Hooked(), torch.randn(2, 3, 8))
+    assert te_transform.report(converted).counts == {"layernorm_linear": 1}
+
+
 def test_checkpoints_and_hooks_see_nothing_of_a_check() -> None:
     torch.manual_seed(0)
     converted, hooked = te_transform.convert(Checkpointed(1), X), []

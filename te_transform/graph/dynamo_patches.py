@@ -9,7 +9,8 @@ from typing import Any, NoReturn
 from unittest.mock import patch
 
 from torch._dynamo import variables
-from torch._dynamo.exc import unimplemented
+from torch._dynamo.exc import SkipFrame, unimplemented
+from torch._dynamo.utils import counters
 
 IS_2_13 = hasattr(variables, "object_protocol")  # PyTorch 2.13 or later
 Patch = tuple[Any, str, Callable[[Any], Any]]  # a class or module, the name of its function, and the wrapper
@@ -56,3 +57,9 @@ def call_after(act: Callable[..., None]) -> Callable[[Any], Any]:
 def leave_to_user(why: str) -> NoReturn:
     """End the graph of the current capture: the user's own code runs here, and the report says why."""
     unimplemented(gb_type=why, context="", explanation="", hints=[])
+
+
+def leave_forward_to_user(why: str) -> NoReturn:
+    """Do not capture the function that dynamo traces: the user's own code runs, and the report says why."""
+    counters["unimplemented"][why] += 1
+    raise SkipFrame(why)

@@ -67,6 +67,7 @@ from te_transform.graph.lambda_guards import add_guard, description, guard_at_ro
 from te_transform.graph.lost_writes import write_patches
 from te_transform.graph.membership import key_patches
 from te_transform.graph.numpy_numbers import numpy_patches
+from te_transform.graph.tensor_hooks import hook_patches
 
 _OF_AUTOGRAD = ("_backward_hooks", "_base", "_post_accumulate_grad_hooks", "output_nr", "retains_grad")
 Ask = Callable[..., Hashable]  # asks an object a question; answers are compared with ==
@@ -274,7 +275,7 @@ def _patches() -> Iterator[Patch]:
     yield BuiltinVariable, "call_function", _asked_of_classes
     for patches in (
         class_patches, identity_patches, name_patches, numpy_patches, write_patches, key_patches,
-        built_patches,
+        built_patches, hook_patches,
     ):  # fmt: skip
         yield from patches()
     if IS_2_13:

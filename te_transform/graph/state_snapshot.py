@@ -33,11 +33,12 @@ from te_transform.graph.content_of_library import Copied, Unsaved, copied, kind_
 _OF_GRADIENTS = frozenset(("grad", "backward", "zero_grad", "clip_grad_norm_", "clip_grad_value_"))
 _LONGEST_PATH = 100
 _OF_DYNAMO = "_dynamo"  # prefix of the tensor attributes that dynamo sets
+_HOOKS_OF_TENSORS = "_backward_hooks", "_post_accumulate_grad_hooks"  # not in a tensor's __dict__
 _Kind = Callable[[Any], Content | None]
 
 
 class TensorContent(Named):
-    """The attributes, memory and gradient of a tensor, and its values unless it is a parameter.
+    """The attributes, hooks, memory and gradient of a tensor, and its values unless it is a parameter.
 
     Two copies of the parameters may not fit into memory, see preserve.py.
     """
@@ -56,7 +57,20 @@ class TensorContent(Named):
         self.inside = self.names.values()
 
     def now(self) -> dict[str, Any]:
-        return {name: x for name, x in vars(self.value).items() if not name.startswith(_OF_DYNAMO)}
+        hooks = {name: held for name in _HOOKS_OF_TENSORS if (held := getattr(self.value, name)) is not None}
+        return hooks | {name: x for name, x in vars(self.value).items() if not name.startswith(_OF_DYNAMO)}
+
+    def put(self, name: str, item: Any) -> None:
+        if name in _HOOKS_OF_TENSORS:
+            setattr(self.value, name, item)
+        else:
+            super().put(name, item)
+
+    def drop(self, name: str) -> None:
+        if name in _HOOKS_OF_TENSORS:
+            getattr(self.value, name).clear()
+        else:
+            super().drop(name)
 
     def put_back(self) -> None:
         super().put_back()

@@ -172,6 +172,11 @@ def _of_shared(node: fx.Node, others: list[fx.Node], last: fx.Node) -> Iterator[
             f"the output of the {called(node)} is written in place, but autograd cannot notice a write in "
             "the fused module: write to a new tensor instead"
         )
+    elif any(called(user) == "register_hook" for user in others):
+        yield (
+            f"the output of the {called(node)} has a hook, but the fused module does not compute the whole "
+            "gradient of this output: remove the hook"
+        )
     elif read := readers(user for user in others if user <= last):
         yield (
             f"the output of the {called(node)} is also read by {', '.join(read)} before the other inputs "

@@ -19,7 +19,7 @@ from te_transform.execution.captured_graph import CapturedGraph
 from te_transform.execution.lower import lower, reference
 from te_transform.graph.errors import in_full
 from te_transform.graph.inputs import Inputs
-from te_transform.graph.nodes import is_parameter, name_in_model, path_of, value
+from te_transform.graph.nodes import called, is_parameter, name_in_model, path_of, value
 from te_transform.graph.preserve import hidden_from_checkpoints, same_random
 from te_transform.graph.structure import structure
 from te_transform.plan.match import Plan, Site
@@ -219,7 +219,8 @@ class _Walk(fx.Interpreter):
         self.waiting = Counter(node.name for pairs in self.due.values() for p in pairs for node in p.inputs)
 
     def run_node(self, node: fx.Node) -> Any:
-        result = super().run_node(node)
+        # without gradients, a tensor takes no hook
+        result = self.env[node.args[0]] if called(node) == "register_hook" else super().run_node(node)
         if node.name in self.waiting:
             self.results[node.name] = result
         for pair in self.due.get(node, ()):

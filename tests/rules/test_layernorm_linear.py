@@ -199,6 +199,13 @@ def read_by_the_bias(model: Written, x: Tensor) -> Tensor:
     return F.linear(y, model.linear.weight, y.mean((0, 1)))
 
 
+def hooked(model: Written, x: Tensor) -> Tensor:
+    y = model.norm(x)
+    out = model.linear(y)
+    y.register_hook(lambda grad: 2 * grad)
+    return out
+
+
 CUT = (
     "the model calls {} between these operations (a write, or a change of mode), but the fused module is one "
     "call: move it before or after them"
@@ -288,6 +295,12 @@ FOLLOWED = {  # what the sentence advises
     "two scales": lambda m, x: F.rms_norm(x, (H,), m.w * m.w),
     "a LayerNorm with a bias of its own": lambda m, x: F.layer_norm(x, (H,), None, m.b),
 }
+if torch.__version__ >= (2, 13):  # before, dynamo does not capture such a forward
+    REFUSES["a hook of the norm"] = (
+        own(hooked),
+        "the output of the layer_norm has a hook, but the fused module does not compute the whole gradient "
+        "of this output: remove the hook",
+    )
 
 
 @pytest.mark.parametrize("name", FOLLOWED)
