@@ -187,6 +187,22 @@ def test_a_backward_can_be_repeated(te: ModuleType, name: str) -> None:
     assert all(close(a, f, 2e-2) for a, f in zip(again, first, strict=True))
 
 
+@pytest.mark.parametrize("name", ["linear", "norm linear", "mlp"])
+@pytest.mark.parametrize("recipe", [None, "fp8-current", "fp8-delayed"])
+def test_a_result_may_be_written_in_place(te: ModuleType, name: str, recipe: str | None) -> None:
+    case, found = Case(te, **CASES[name]), []
+    for op in (case.plain, case.op):
+        for _ in range(2):  # delayed scaling takes its scales from the first
+            with te.autocast(None if recipe is None else te.recipe_of(recipe), enabled=recipe is not None):
+                out = op(X, *case.tensors)
+                out.div_(0.7)
+            grads = torch.autograd.grad(out, case.trained, random(*out.shape, seed=9))
+        found.append([out, *grads])
+    assert recipe is None or kernel_of(case).in_fp8
+    for result, wanted in zip(found[1], found[0], strict=True):
+        assert close(result, wanted, 1e-1 if recipe else 2e-2)
+
+
 @pytest.mark.parametrize("recipe", [None, "fp8-current"])
 @pytest.mark.parametrize("name", ["norm linear and its norm", "mlp and its norm"])
 def test_a_frozen_norm_has_no_gradient(te: ModuleType, name: str, recipe: str | None) -> None:

@@ -1,9 +1,10 @@
-"""The version of a tensor, which detects whether its contents changed."""
+"""The version of a tensor, which detects whether its contents changed, and tensors that may be written."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import WeakIdRef
@@ -40,3 +41,11 @@ class TensorVersion(NamedTuple):
 
     def __deepcopy__(self, memo: dict) -> TensorVersion:
         return self  # a copy of the weak reference would release the storage's reference twice
+
+
+def writable(tensor: Tensor) -> Tensor:
+    """Return a tensor in the same memory that is no view, so that code may write to it in place.
+
+    Autograd forbids writes to views from a Function. After a write, a view has lost its hooks.
+    """
+    return torch.ops.aten._unsafe_view(tensor, tensor.shape)

@@ -18,6 +18,7 @@ from te_transform.backends import plain
 from te_transform.backends.fp8.current_model import running_forward
 from te_transform.backends.limits import Switch
 from te_transform.backends.repeated_forwards import ForwardNodes
+from te_transform.backends.tensor_version import writable
 
 calibrating = Switch()
 """True if all products run in their own dtype and record amax, even if they have scales."""
@@ -97,7 +98,7 @@ class RecordedAmax:
         def recording(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
             amax = next(products)
             amax.input, amax.weight = _larger(amax.input, x), _larger(amax.weight, weight)
-            out = plain.product(x, weight, bias)
+            out = writable(plain.product(x, weight, bias))
             if out.requires_grad:
                 out.register_hook(lambda grad: _record_gradient(amax, grad))
             return out

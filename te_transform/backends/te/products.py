@@ -37,6 +37,7 @@ from te_transform.backends.te.recipes import (
     multiple,
     scaling_of,
 )
+from te_transform.backends.tensor_version import writable
 from te_transform.backends.tracing import in_backward, recorded, saving_hooks, traced, transformed
 
 
@@ -261,6 +262,7 @@ class _TEProduct(MatrixProduct):
     def _watched(self, out: Out, x: Tensor, tensors: Sequence[Tensor | None]) -> Out:
         """Return a kernel's output, and the norm's output without a gradient if the norm has none."""
         first, *others = out if isinstance(out, tuple) else (out,)
+        first = writable(first)
         for weight in self._weights(tensors):
             first = watched(first, weight)
         if not _needs_gradient(x, *tensors[: self.PRODUCTS[0] - 1]):  # autograd marks all outputs of a kernel
