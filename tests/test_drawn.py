@@ -34,6 +34,7 @@ from tests.models.drawn import (
     BRANCHES,
     DROPOUTS,
     HEADS,
+    HOOKS,
     LONGEST,
     MASKS,
     NORMS,
@@ -366,6 +367,10 @@ class Call:
             with pytest.raises(IndexError):  # there are no positions for as many
                 model(torch.zeros(1, LONGEST + 1, dtype=torch.int64))
             torch.manual_seed(5)
+        if self.how == "written in place":
+            found = returned(model(*given))
+            found["logits"].mul_(0.5)
+            return found
         if self.how == "a thread":
             with ThreadPoolExecutor(1) as threads:
                 return threads.submit(lambda: returned(model(*given))).result()
@@ -439,7 +444,7 @@ HOWS = (
     "gradients", "no_grad", "inference_mode", "autocast", "checkpoint", "functional_call", "twice",
     "a thread", "cached", "generation", "offloaded", "hook on all modules", "hook before all modules",
     "func.grad", "vmap", "autograd.grad", "accumulated",
-    "backward twice", "by keyword", "its parts", "after an error",
+    "backward twice", "by keyword", "its parts", "after an error", "written in place",
 )  # fmt: skip
 
 
@@ -494,7 +499,10 @@ def possible(drawing: Drawing) -> Drawing:
     if drawing.before == "gradient_hook":  # which a copy has not
         drawing = replace(drawing, inplace=True)
     shared = drawing.model.shared or "block_called_twice" in done
-    return replace(drawing, calls=tuple(possible_call(c, drawing.model, shared) for c in drawing.calls))
+    calls = (possible_call(call, drawing.model, shared) for call in drawing.calls)
+    if "compiled" in drawing.way:  # a compiled graph may save what it returns
+        calls = (replace(c, how="gradients") if c.how == "written in place" else c for c in calls)
+    return replace(drawing, calls=tuple(calls))
 
 
 def possible_call(call: Call, model: Drawn, shared: bool) -> Call:
@@ -504,6 +512,7 @@ def possible_call(call: Call, model: Drawn, shared: bool) -> Call:
     # a checkpoint repeats the forward with the module's own parameters, a reentrant one within backward()
     wrong |= model.checkpoints is not None and (functional or call.how in ("checkpoint", "vmap"))
     wrong |= model.checkpoints == "blocks, reentrant" and call.how in ("autograd.grad", "backward twice")
+    wrong |= model.hook is not None and call.how in ("func.grad", "vmap")
     wrong |= model.branch == "values" and call.how == "vmap"
     wrong |= model.branch == "calls" and call.how == "checkpoint"  # repeated, it goes the other way
     if wrong or (call.how in ("cached", "generation") and model.cache is None):
@@ -548,6 +557,7 @@ MODEL = st.builds(
     residual=one_of(None, None, "a number", "learned"),
     transposed=one_of(False, False, False, True),
     outputs=one_of("logits", "logits", "logits", "states", "loss"),
+    hook=one_of(None, None, None, *HOOKS),
 ).map(goes_together)
 CALL = st.builds(
     Call,
@@ -692,6 +702,9 @@ KEPT = {
             rotary=None, activation="gelu", gate="first", layers=1,
         ),
         ("nothing",), (Call("gradients", length=1),),
+    ),
+    "a hook of a norm that the head has read": Drawing(
+        Drawn(hook="number", layers=1), ("nothing",), (Call(), Call("written in place", training=True)),
     ),
     "dropouts that are compiled, twice": Drawing(
         Drawn(dropout=0.1), ("nothing",), (Call("accumulated", length=1, training=True),) * 2, way="compiled",

@@ -50,6 +50,7 @@ class Drawn:
     residual: str | None = None  # what is added is multiplied by a number, or by a learned one a channel
     transposed: bool = False  # linears have weights of [in, out], as GPT-2's
     outputs: str = "logits"  # beside them the states between the blocks, or the loss
+    hook: str | None = None  # on the last norm's output, after the head: it reads a number or an attribute
 
     def build(self) -> nn.Module:
         """The model, always of the same weights."""
@@ -490,6 +491,13 @@ class Block(nn.Module):
         return self.plus(x, self.feed_forward(self.norm2(x)))
 
 
+HOOKS = "number", "attribute"
+
+
+def doubled(grad: Tensor) -> Tensor:
+    return grad * 2
+
+
 BRANCHES = "length", "mode", "gradients", "values", "calls"
 
 
@@ -502,7 +510,7 @@ class Model(nn.Module):
 
     def __init__(self, drawn: Drawn):
         super().__init__()
-        self.drawn, self.calls = drawn, 0
+        self.drawn, self.calls, self.factor = drawn, 0, 0.5
         self.embed = nn.Embedding(WORDS, WIDTH)
         self.positions = nn.Embedding(LONGEST, WIDTH)
         first = Block(drawn)
@@ -534,6 +542,8 @@ class Model(nn.Module):
             states.append(x)
         x = self.norm(x)
         logits = self.head(x)
+        if drawn.hook is not None and x.requires_grad:
+            x.register_hook(doubled if drawn.hook == "number" else lambda grad: grad * self.factor)
         if drawn.cap == "logits":
             logits = torch.tanh(logits / 5.0) * 5.0
         if drawn.outputs == "states":
