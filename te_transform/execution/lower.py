@@ -239,6 +239,8 @@ class _Lowering:
             self.stands[canonical.meta["origin"]] = new
             self.added[new] = None
             edit.replace_uses(old, new)
+            # the canonical graph leaves out calls that compute nothing, which may come before the last input
+            edit.move_readers_behind(new)
         edit.erase_cascade(self.graph, outputs.values(), _replaced_names(self.plan, site), staying=self.added)
 
     def _laid_out(self, site: Site, canonical: fx.Node, old: fx.Node, new: fx.Node, at: fx.Node) -> fx.Node:

@@ -243,6 +243,14 @@ def replace_uses(old: fx.Node, new: fx.Node) -> None:
     old.replace_all_uses_with(new, delete_user_cb=lambda user: user is not new)
 
 
+def move_readers_behind(value: fx.Node) -> None:
+    """Move readers that precede a value behind it, such as a cast to the dtype that the value has."""
+    for reader in sorted(value.users, reverse=True):
+        if reader < value:
+            value.append(reader)
+            move_readers_behind(reader)
+
+
 def read_instead(node: fx.Node, old: fx.Node, new: Any) -> None:
     """Replace the input `old` of one node by `new`, a node or a constant."""
     node.replace_input_with(old, new)

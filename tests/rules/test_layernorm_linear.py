@@ -98,6 +98,12 @@ def handed_out(model: Written, x: Tensor) -> tuple[Tensor, Tensor]:
     return model.linear(y), y
 
 
+def cast_before_the_bias(model: Written, x: Tensor) -> Tensor:
+    y = model.norm(x).to(x.dtype)
+    out = F.linear(y, model.linear.weight, model.linear.weight.mean(-1))
+    return out * y.mean(-1, keepdim=True)
+
+
 def own(function: Callable[..., Any]) -> Make:
     return written(function, norm=norm(), linear=linear(), calls=lambda: nn.Buffer(torch.zeros(())))
 
@@ -144,6 +150,7 @@ FUSES = {
     "a write that nothing reads": own(partial(unread, write="clamp_", max=1)),
     "a norm that others read": own(read_elsewhere),
     "a norm that the model returns": own(handed_out),
+    "a norm in its own dtype, before the bias exists": own(cast_before_the_bias),
 }
 
 
