@@ -37,6 +37,7 @@ FIELDS = {
         "profile.ranks": "rank seconds exposed",
     }
 }  # fmt: skip
+FIELDS[2] = FIELDS[1] | {"profile.sites": f"{SITE} count seconds inactive"}
 X = torch.ones(2, 4, 8)
 
 

@@ -730,6 +730,21 @@ def test_the_plan_of_a_conversion_is_told() -> None:
     assert site.path == "{0,1}.attention"
     assert site.count == 2
     assert site.seconds > 0
+    assert not site.inactive
+
+
+def test_fused_sites_that_run_unfused_are_told_apart(tmp_path: Path) -> None:
+    """Their time is not what a conversion changes."""
+    found = te_transform.profile(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()), X)
+    (site,) = found.sites
+    why = "in plain PyTorch, a linear by itself stays as it is"
+    assert (site.status, site.inactive) == ("fused", why)
+    assert json.loads(found.to_json())["sites"][0]["inactive"] == why
+    assert "linear, inactive" in str(found)
+    assert f"- {why}" in str(found)
+    assert "no slow fallback was found" in found.notes
+    found.to_html(tmp_path / "profile.html")
+    assert "no slow fallback was found</li>" in (tmp_path / "profile.html").read_text("utf-8")
 
 
 # The model stays what it was
@@ -866,7 +881,7 @@ def test_the_profile_prints_and_saves(tmp_path: Path) -> None:
     for told in (found.title, "{0,1}.mlp x2", "products", "1. written-out attention", "attention, fused"):
         assert told in text
     data = json.loads(found.to_json())
-    assert data["schema"] == 1
+    assert data["schema"] == 2
     assert data["seconds"] == found.seconds
     assert [each["path"] for each in data["parts"]] == [part.path for part in found.parts]
     replace(found, ranks=(RankTime(0, 1.5, 0.25),)).to_html(tmp_path / "profile.html")
@@ -899,6 +914,12 @@ def test_a_narrow_terminal_shows_fewer_columns_and_whole_paths() -> None:
         assert next(line for line in lines if line.startswith("part")).split() == head
         assert max(map(len, lines)) <= width
         assert any(line.startswith("{0,1}.attention.qkv x2 ") for line in lines)
+
+
+def test_lines_of_a_finding_are_indented_on_a_narrow_terminal() -> None:
+    lines = told_in(te_transform.profile(model("written out"), X, plan=False), 60)
+    first = next(number for number, line in enumerate(lines) if line.startswith("1. "))
+    assert all(line.startswith("   ") for line in lines[first + 1 : first + 4])
 
 
 FACTORY = """

@@ -10,7 +10,7 @@ from te_transform.execution.timing import duration, versions
 from te_transform.page.bars import bars_of_report, chart
 from te_transform.page.html import whole
 from te_transform.page.render import drawn_blocks
-from te_transform.page.tables import breakable, facts, heading, table, tables
+from te_transform.page.tables import breakable, facts, heading, notes_of, table, tables
 from te_transform.report.places import gather, most_valuable_first
 
 _SHOWN_PARTS = 12
@@ -35,6 +35,7 @@ def page_of_profile(profile: Any) -> str:
         _parts_table(profile),
         _ranks_table(profile.ranks),
         sites,
+        notes_of(profile.notes),
         text,
     ]
     return whole(profile.title, "\n".join(filter(None, shown)), blocks)

@@ -118,8 +118,8 @@ def _written_out_suspect(analysis: Analysis, ops: Sequence[Op]) -> Suspect:
     )
     of_one = {op.outer for op in ops}
     taken = sum(analysis.by_outer[op] for op in of_one if op is not None)
-    details = "with a mask" * has_mask, "with dropout" * has_dropout
-    evidence = " ".join(filter(None, (f"attention of [{heads}, {rows}, {columns}] is written out", *details)))
+    details = " and ".join(filter(None, ("a mask" * has_mask, "dropout" * has_dropout)))
+    evidence = f"attention of [{heads}, {rows}, {columns}] is written out{f' with {details}' * bool(details)}"
     return Suspect("written-out attention", first.label, evidence, _ASK_SDPA, taken, trial)
 
 

@@ -23,7 +23,7 @@ from te_transform.plan.options import OptionError
 from te_transform.profile.analysis import NS, Analysis
 from te_transform.profile.classes import COMMUNICATION
 from te_transform.profile.findings import findings
-from te_transform.profile.result import Profile, RankTime, SiteTime
+from te_transform.profile.result import Finding, Profile, RankTime, SiteTime
 from te_transform.profile.steps import device_of, record
 from te_transform.profile.trials import Replacements
 from te_transform.report.places import listed
@@ -84,7 +84,7 @@ def profile(model: nn.Module, batch: Any = None, *, plan: bool = True) -> Profil
         classes,
         results,
         ranks=_ranks(seconds, classes.get(COMMUNICATION, 0.0)),
-        notes=tuple(_notes(model, analysis)),
+        notes=tuple(_notes(model, analysis, results)),
     )
     return _add_plan(profiled, model, samples, analysis) if plan else profiled
 
@@ -103,7 +103,7 @@ def _check_profile(model: nn.Module, plan: bool) -> None:
         )
 
 
-def _notes(model: nn.Module, analysis: Analysis) -> Iterator[str]:
+def _notes(model: nn.Module, analysis: Analysis, found: tuple[Finding, ...]) -> Iterator[str]:
     if not analysis.recording.is_training:
         yield f"only the forward ran, because {_why_no_backward(model)} to profile a training step"
     excess = NS * analysis.total / statistics.median(analysis.recording.seconds) - 1
@@ -114,6 +114,8 @@ def _notes(model: nn.Module, analysis: Analysis) -> Iterator[str]:
         )
     if analysis.recording.watch is None:
         yield "lines of code are not shown, because the model is compiled or converted"
+    if not found:
+        yield "no slow fallback was found"
 
 
 def _why_no_backward(model: nn.Module) -> str:
@@ -157,13 +159,13 @@ def _planned(model: nn.Module) -> tuple[str, nn.Module]:
 
 def _sites(plan_report: Report, root: str, analysis: Analysis) -> Iterator[SiteTime]:
     """Yield the sites of a report on the module at the path `root`, with times."""
-    groups: dict[tuple[str, str, tuple[str, ...]], list[str]] = {}
+    groups: dict[tuple[str, str, tuple[str, ...], str], list[str]] = {}
     for site in plan_report.sites:
         path = ".".join(filter(None, (root, site.path)))
-        groups.setdefault((site.rule, site.status, site.reasons), []).append(path)
+        groups.setdefault((site.rule, site.status, site.reasons, site.inactive), []).append(path)
     times = []
-    for (rule, status, reasons), paths in groups.items():
+    for (rule, status, reasons, inactive), paths in groups.items():
         inside = set().union(*(analysis.under(path) for path in paths))
         seconds = NS * analysis.cost(inside)
-        times.append(SiteTime(rule, status, listed(paths), len(paths), seconds, reasons))
+        times.append(SiteTime(rule, status, listed(paths), len(paths), seconds, reasons, inactive))
     yield from sorted(times, key=lambda site: -site.seconds)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from os import PathLike
 from pathlib import Path
@@ -91,7 +91,7 @@ class SiteTime:
     """Sites of one rule that convert() fuses or refuses, with the time of their modules now.
 
     Attributes:
-        rule, status, reasons: of the report.
+        rule, status, reasons, inactive: of the report.
         path: of the sites, such as h.{0..11}.mlp.
         count: the number of sites.
         seconds: per step of the modules at these paths and inside them, at most the time of the sites.
@@ -103,6 +103,7 @@ class SiteTime:
     count: int
     seconds: float
     reasons: tuple[str, ...] = ()
+    inactive: str = ""
 
 
 @dataclass(frozen=True)
@@ -173,8 +174,7 @@ class Profile:
         parts = self._widest_parts(console, options)
         shown: list[Any] = [Text(self.title, style="bold"), Text(), parts, Text(), self._classes()]
         shown += self._ranks() if self.ranks else []
-        for number, finding in enumerate(self.findings, 1):
-            shown += [Text(), *_finding_told(number, finding)]
+        shown += [Text(), self._findings()] if self.findings else []
         shown += [Text(), self._sites()] if self.sites else []
         shown += [Text(), *(Text(f"note: {note}") for note in self.notes)] if self.notes else []
         yield Group(*shown)
@@ -234,21 +234,26 @@ class Profile:
             table.add_row(str(rank.rank), duration(rank.seconds), duration(rank.exposed))
         return [Text(), table]
 
+    def _findings(self) -> Table:
+        grid = Table.grid(padding=(0, 1))
+        for number, finding in enumerate(self.findings, 1):
+            if number > 1:
+                grid.add_row()
+            where = f"{finding.where} x{finding.count}" if finding.count > 1 else finding.where
+            title = Text(f"{finding.what} in {where}: gains {finding.gain_told}", style="yellow")
+            evidence = Text(f"{finding.evidence} ({duration(finding.seconds)} a step)")
+            grid.add_row(f"{number}.", Group(title, evidence, Text(finding.advice)))
+        return grid
+
     def _sites(self) -> Table:
         table = _profile_table("convert()", ">sites", ">modules take", "where, and why not")
         for site in self.sites:
-            why = [Padding(Text(f"- {reason}", style="dim"), (0, 0, 0, 2)) for reason in site.reasons]
-            name, count = Text(f"{site.rule}, {site.status}"), Text(str(site.count))
-            table.add_row(name, count, Text(duration(site.seconds)), Group(Text(site.path), *why))
+            reasons = (*site.reasons, site.inactive) if site.inactive else site.reasons
+            why = [Padding(Text(f"- {reason}", style="dim"), (0, 0, 0, 2)) for reason in reasons]
+            name = Text(f"{site.rule}, {'inactive' if site.inactive else site.status}")
+            where = Text(site.path.replace(", ", "\n"))
+            table.add_row(name, Text(str(site.count)), Text(duration(site.seconds)), Group(where, *why))
         return table
-
-
-def _finding_told(number: int, finding: Finding) -> Iterator[Any]:
-    where = f"{finding.where} x{finding.count}" if finding.count > 1 else finding.where
-    yield Text(f"{number}. {finding.what} in {where}: gains {finding.gain_told}", style="yellow")
-    indent = (0, 0, 0, 3)
-    yield Padding(Text(f"{finding.evidence} ({duration(finding.seconds)} a step)"), indent)
-    yield Padding(Text(f"{finding.advice}"), indent)
 
 
 def _profile_table(*names: str) -> Table:
