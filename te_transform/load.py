@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from te_transform.config_file import LoadError
 from te_transform.graph.errors import in_a_line, in_full, raised_at
 from te_transform.graph.inputs import Inputs
+from te_transform.graph.keywords import did_you_mean
 from te_transform.plan.model import check_module
 from te_transform.pretrained import from_config
 
@@ -48,7 +49,7 @@ def load(
     if not all(name.partition(":")):
         raise LoadError(
             "expected a folder with a config.json, a config file, or package.module:factory, got "
-            f"{name!r}, which is no file or folder; nothing is downloaded"
+            f"{name!r}, which is no file or folder; name one that exists, nothing is downloaded"
         )
     if layers is not None:
         raise LoadError(
@@ -139,12 +140,22 @@ def imported(name: str) -> Any:
         for attribute in attributes.split("."):
             target = getattr(target, attribute)
     except (Exception, SystemExit) as error:  # importing runs the user's code
+        if place := raised_at(error):
+            raise LoadError(
+                f"expected a module that can be imported, got an error from {home!r} ({in_full(error)})"
+                f"{place}; correct its code"
+            ) from error
         raise LoadError(
-            f"expected package.module:factory that can be imported, got {name!r} "
-            f"({in_full(error)}){raised_at(error)}; name the module as in an import "
-            "statement, then a name that it defines"
+            f"expected package.module:factory that can be imported, got {name!r} ({in_full(error)}); name "
+            f"the module as in an import statement, then a name that it defines{_similar(error)}"
         ) from error
     return target
+
+
+def _similar(error: BaseException) -> str:
+    """Return the closest existing name for an attribute that does not exist, or ""."""
+    name = error.name if isinstance(error, AttributeError) else None
+    return did_you_mean(name, dir(error.obj)) if name else ""
 
 
 def _from_factory(name: str, on_meta: bool) -> nn.Module:

@@ -88,7 +88,7 @@ def config_of(path: Path) -> Path:
     if not file.is_file():
         raise LoadError(
             "expected a folder with a config.json, a config file, or package.module:factory, got "
-            f"{path} without a config.json"
+            f"{path} without a config.json; name a folder as save_pretrained() writes it"
         )
     return file
 

@@ -693,10 +693,11 @@ def test_explain_all(capsys: pytest.CaptureFixture[str]) -> None:
 MISTAKES: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     "no such file": (
         lambda folder: ["nothing"],
-        "got 'nothing', which is no file or folder; nothing is downloaded",
+        "got 'nothing', which is no file or folder; name one that exists, nothing is downloaded",
     ),
     "no such module": (lambda folder: ["nowhere:two"], "can be imported, got 'nowhere:two' ("),
     "no such factory": (lambda folder: ["models_of_mine:three"], "has no attribute 'three'"),
+    "a misspelled factory": (lambda folder: ["models_of_mine:tow"], "; did you mean 'two'?"),
     "no model": (
         lambda folder: ["models_of_mine:number"],
         "expected a torch.nn.Module from 'models_of_mine:number', got int",
@@ -714,11 +715,11 @@ MISTAKES: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     ),
     "the line of a module that fails": (
         lambda folder: [python(folder, "failing", "x = 1\nraise ValueError('no')")],
-        "(ValueError: no) at failing.py:2; name the module as in an import statement",
+        "(ValueError: no) at failing.py:2; correct its code",
     ),
     "the line of a mistake in a module": (
         lambda folder: [python(folder, "mistaken", "x = 1\nx = = 2")],
-        "mistaken.py:2; name the module as in an import statement",
+        "expected a module that can be imported, got an error from 'mistaken' (SyntaxError: ",
     ),
     "the line that calls a library": (
         lambda folder: [python(folder, "calling", "import json\n\ndef two():\n    return json.loads('{')")],
@@ -777,7 +778,10 @@ MISTAKES: dict[str, tuple[Callable[[Path], list[str]], str]] = {
         lambda folder: ["models_of_mine:two", "--layers", "1"],
         "expected a config for --layers",
     ),
-    "no config": (lambda folder: [str(folder)], " without a config.json"),
+    "no config": (
+        lambda folder: [str(folder)],
+        " without a config.json; name a folder as save_pretrained() writes",
+    ),
     "no JSON": (
         lambda folder: [str(folder / "models_of_mine.py")],
         "; to pass code, use package.module:factory",
@@ -897,6 +901,15 @@ def test_mistakes_are_said_in_a_line(name: str, folder: Path, capsys: pytest.Cap
     assert errors.startswith("te-transform: ")
     assert said in errors
     assert len(errors.splitlines()) == 1 or name in ("no such input", "an error without a message")
+
+
+def test_the_line_of_a_forward_that_fails_is_told(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code = (
+        "from torch import nn\n\ndef two():\n    return Square(4, 4)\n\n"
+        "class Square(nn.Linear):\n    def forward(self, x):\n        return x @ x"
+    )
+    assert main(["inspect", python(folder, "squares", code), "--input=2x4"]) == 2
+    assert "\nThe error was raised at squares.py:8.\n" in capsys.readouterr().err
 
 
 USAGE: list[list[str]] = [

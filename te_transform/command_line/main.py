@@ -51,8 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except _bad_input() as error:
-        hint = f"\n{_INPUTS}" if type(error).__name__ in ("InputError", "TraceError") else ""
-        print(f"te-transform: {_options_of(error, asked)}{error}{hint}", file=sys.stderr)
+        print(f"te-transform: {_options_of(error, asked)}{error}{_hint_of(error)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
@@ -80,6 +79,14 @@ def _options_of(error: Exception, asked: argparse.Namespace) -> str:
     arguments = filter(asked.__contains__, getattr(error, "arguments", ()))
     options = ", ".join(f"--{name.replace('_', '-')}" for name in arguments)
     return options and f"{options}: "
+
+
+def _hint_of(error: Exception) -> str:
+    """Return the line of the user's code that failed on the inputs, and how to pass others."""
+    if type(error).__name__ not in ("InputError", "TraceError"):
+        return ""
+    place = "" if error.__cause__ is None else raised_at(error.__cause__)
+    return "\n".join(["", *([f"The error was raised{place}."] if place else []), _INPUTS])
 
 
 def _bad_input() -> tuple[type[Exception], ...]:
