@@ -48,7 +48,7 @@ WHY = {  # the obstacle, by a part of the reason; the first match counts
     "have a bias and some have none": "some of q, k and v have a bias and are frozen",
     "is computed at every call": "computed weights",
     "is cast to": "computed weights",
-    "is a view of the parameter": "computed weights",
+    "is a view of a parameter": "computed weights",
     "has sinks": "sinks, without TE",
     "the indices of topk": "another router",
     "copy of its expert's weights": "copied experts",
