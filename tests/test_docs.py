@@ -207,6 +207,13 @@ def test_links_lead_somewhere(file: str) -> None:
         assert link.startswith("https://") or (page.parent / link).exists(), link
 
 
+@pytest.mark.parametrize("file", ["README.md", "docs/index.md"])
+def test_the_number_of_tested_models_is_told(file: str) -> None:
+    rows = re.findall(r"^\| ([\w, ]+) \| \d", (ROOT / "docs/models.md").read_text(encoding="utf-8"), re.M)
+    tested = {name for names in rows for name in names.split(", ")}
+    assert f"fused sites of {len(tested)} models" in (ROOT / file).read_text(encoding="utf-8")
+
+
 @pytest.mark.parametrize(("file", "most"), [("README.md", 900), ("docs/benchmarks.md", 3000)])
 def test_pages_stay_short(file: str, most: int) -> None:
     assert len((ROOT / file).read_text(encoding="utf-8").split()) <= most
