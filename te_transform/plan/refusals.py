@@ -219,9 +219,12 @@ def missed(miss: Miss) -> Iterator[str]:
 
     Yield nothing if the miss is a linear that was merged with others, such as attention's output gate, which
     is merged with the queries. Yield nothing if no first linear exists, as after DynamicTanh: its scaled tanh
-    is not an activation between two linears.
+    is not an activation between two linears. Yield nothing for an activation in place of a norm: it belongs
+    to the linear before, as in the embedding of a diffusion model's time.
     """
     if miss.wanted.roots == {ops.linear} and not _has_first_linear(miss):
+        return
+    if miss.wanted.roots == {*ops.NORMS} and getattr(miss.value, "target", None) in ops.ACTIVATION_OPS:
         return
     reading = [node for node in miss.nodes if any(arg is miss.value for arg in node.args)]
     reads = (reading or miss.nodes)[-1]

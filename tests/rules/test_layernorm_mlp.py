@@ -554,3 +554,16 @@ class DynamicTanh(nn.Module):
 def test_scaled_tanh_without_first_linear_is_no_near_miss(depth: int) -> None:
     report = sites(lambda: nn.Sequential(*(DynamicTanh() for _ in range(depth))))
     assert "layernorm_mlp" not in {site.rule for site in report.refused}
+
+
+def embedded(model: nn.Module, x: Tensor) -> Tensor:
+    """Embed a time and a class as DiT does, and compute scales and shifts of them."""
+    time = model.second(F.silu(model.first(x)))
+    return model.third(F.silu(time + model.classes((x[..., 0] > 0).long())))
+
+
+def test_a_chain_of_linears_is_no_near_miss() -> None:
+    """No norm is missing between an activation and the linear that reads it."""
+    linears = {name: linear() for name in ("first", "second", "third")}
+    report = sites(written(embedded, classes=lambda: nn.Embedding(2, H), **linears))
+    assert "layernorm_mlp" not in {site.rule for site in report.refused}
