@@ -78,6 +78,10 @@ def arguments() -> argparse.Namespace:
     asked = parser.parse_args()
     if asked.width % (2 * HEADS):
         parser.error(f"expected a --width that is a multiple of {2 * HEADS}, got {asked.width}")
+    if "RANK" not in os.environ:
+        parser.error(
+            "expected torchrun to start this script, got python; call torchrun examples/train_fsdp.py"
+        )
     return asked
 
 

@@ -1,4 +1,4 @@
-"""examples/train_gpt.py, in one process and under torchrun."""
+"""examples/train_gpt.py, in one process and under torchrun, and options of examples/train_fsdp.py."""
 
 import json
 import os
@@ -60,6 +60,18 @@ def test_unusable_options_are_errors(
     with pytest.raises(SystemExit):
         example.arguments(given)
     assert error in capsys.readouterr().err
+
+
+def test_train_fsdp_names_torchrun(
+    example: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import train_fsdp
+
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(sys, "argv", ["train_fsdp.py"])
+    with pytest.raises(SystemExit):
+        train_fsdp.arguments()
+    assert "expected torchrun to start this script, got python" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("process_group")
