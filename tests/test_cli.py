@@ -666,13 +666,15 @@ def test_explain_says_what_is_wrong(name: str, capsys: pytest.CaptureFixture[str
     assert len(errors.splitlines()) == 1
 
 
-def test_models(capsys: pytest.CaptureFixture[str]) -> None:
+def test_models(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     assert main(["models", "olmo3"]) == 0
-    head, _, line = (line for line in capsys.readouterr().out.splitlines() if line.strip())
-    assert head.split()[:3] == ["model", "merge_siblings", "attention"]
-    assert line.split()[:3] == ["olmo3", "4", "2"]
+    fused = "merge_siblings 4, attention 2, layernorm_linear 1, linear 8"
+    assert capsys.readouterr().out.splitlines() == ["olmo3", f"  {fused}", "  not more: norm elsewhere"]
+    monkeypatch.setenv("COLUMNS", "40")
     assert main(["models"]) == 0
-    assert "gpt2_eager" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert "gpt2_eager" in text
+    assert max(map(len, text.splitlines())) <= 40
     assert main(["models", "GPT-2 eager"]) == 0
     assert "gpt2_eager" in capsys.readouterr().out
     assert main(["models", "gpt17"]) == 2

@@ -14,7 +14,9 @@ import importlib
 import logging
 import os
 import re
+import shutil
 import sys
+import textwrap
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -27,7 +29,6 @@ from te_transform.execution.console import status
 from te_transform.graph.errors import in_a_line, is_from_user_code, message_of, raised_at
 from te_transform.graph.keywords import did_you_mean
 
-WIDTH = 140  # columns of a table without a terminal
 _BATCH = 2
 _INPUTS = """On the command line, pass --input once for each argument:
   --input 2x16:int64:1000            integers below 1000, such as token ids
@@ -333,28 +334,30 @@ def _explanations() -> dict[str, str]:
 
 
 def _models(asked: argparse.Namespace) -> int:
-    """Print the rows of docs/models.md's tables, with the counts of each rule."""
-    from rich import box
-    from rich.console import Console
-    from rich.table import Column, Table
-
+    """Print the rows of docs/models.md's tables: models, their fused sites, and what hinders more."""
     page = resources.files("te_transform").joinpath("models.md").read_text("utf-8")
-    tables = [line.strip("| ") for line in page.splitlines() if line.startswith("|")]
-    head, _, *rows = ([cell.strip(" `") for cell in line.split("|")] for line in tables)
-    table = Table(*(Column(name, overflow="fold") for name in head), box=box.SIMPLE_HEAD)
-    wanted = _letters(asked.name)  # the page writes gpt2 for GPT-2
-    for names, *counts in rows:
+    tables = [line for line in page.splitlines() if line.startswith("|")]
+    head, _, *rows = ([cell.strip(" `") for cell in line.split("|")[1:-1]] for line in tables)
+    wanted, found = _letters(asked.name), []  # the page writes gpt2 for GPT-2
+    for names, *counts, reasons in rows:
         matching = [name for name in names.split(", ") if wanted in _letters(name)]
         if matching and counts[0].isdigit():  # skips the headers of further tables
-            table.add_row(", ".join(matching), *counts)
-    if not table.row_count:
+            fused = (f"{rule} {count}" for rule, count in zip(head[1:], counts, strict=False) if count != "0")
+            found += [_wrapped(", ".join(matching), ""), _wrapped(", ".join(fused) or "nothing is fused")]
+            found += [_wrapped(f"not more: {reasons}")] if reasons else []
+    if not found:
         known = ", ".join(names for names, *_ in rows).split(", ")
         raise LoadError(
             f"expected part of a tested model's name, got {asked.name!r}; run te-transform inspect on the "
             f"model{did_you_mean(asked.name, known)}"
         )
-    Console(width=None if sys.stdout.isatty() else WIDTH).print(table)
+    print("\n".join(found))
     return 0
+
+
+def _wrapped(line: str, indent: str = "  ") -> str:
+    width = shutil.get_terminal_size().columns
+    return textwrap.fill(line, width, initial_indent=indent, subsequent_indent="  ")
 
 
 def _letters(name: str) -> str:
