@@ -78,7 +78,8 @@ def _json(file: Path) -> dict[str, Any]:
         entries = json.loads(file.read_text("utf-8"))
     except ValueError as error:
         raise LoadError(
-            f"expected a config in {file}, got no JSON ({error}); to pass code, use package.module:factory"
+            f"expected a config in {file}, got no JSON ({error}); to pass code, use package.module:factory, "
+            "and to pass weights, name their folder"
         ) from error
     if not isinstance(entries, dict):
         raise LoadError(f"expected a JSON object in {file}, got a {type(entries).__name__}")

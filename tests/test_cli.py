@@ -357,6 +357,20 @@ def test_verify_two_factories(capsys: pytest.CaptureFixture[str]) -> None:
     assert told["failed"][0].startswith("example inputs, training: output has an error of")
 
 
+def test_verify_other_weights_names_the_option(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code = (
+        "from torch import nn\n\ndef first():\n    return nn.Linear(4, 4)\n\n"
+        "def two():\n    nn.Linear(4, 4)\n    return nn.Linear(4, 4)"
+    )
+    second = python(folder, "drawn", code)
+    compared = ["verify", "drawn:first", "--against", second, "--input", "2x4"]
+    assert main(compared) == 1
+    assert capsys.readouterr().err.endswith(
+        "to compare with the first model's weights, pass --copy-weights\n"
+    )
+    assert main([*compared, "--copy-weights"]) == 0
+
+
 @pytest.mark.parametrize(
     ("more", "sentence"),
     [

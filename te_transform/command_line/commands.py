@@ -39,6 +39,7 @@ from te_transform.report.as_json import as_json
 from te_transform.report.report import ExpectationError, Report
 from te_transform.reporting import report as report_of
 from te_transform.verify.layout import Layout
+from te_transform.verify.states import STATE_DICT
 from te_transform.verify.verify import verify
 
 _LANGUAGE_MODELS = ("ForCausalLM", "LMHeadModel")  # models whose labels are their input ids
@@ -144,6 +145,8 @@ def _run_against(asked: argparse.Namespace) -> int:
             Layout(model, other, names, weights).copy()
         verification = verify(model, other, inputs, names=names, weights=weights)
     show(verification.to_json() if asked.json else verification)
+    if not asked.copy_weights and any(row.inputs == STATE_DICT and not row.ok for row in verification.rows):
+        print("te-transform: to compare with the first model's weights, pass --copy-weights", file=sys.stderr)
     return 0 if verification else 1
 
 
