@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import te_transform
 
+SCALES = [1.0]  # a variable of this file that hooks read
 X = torch.randn(2, 4, 32, generator=torch.Generator().manual_seed(0))
 
 
@@ -28,7 +29,11 @@ class Hooked(nn.Module):
         out = self.linear(read)
         self.act(self, read)
         self.scale += 1.0
+        SCALES[0] = self.scale
         return out + read
+
+    def scaled(self, grad: Tensor) -> Tensor:
+        return grad * self.scale
 
 
 def by_a_number(model: Hooked, read: Tensor) -> None:
@@ -43,6 +48,31 @@ def by_a_function(model: Hooked, read: Tensor) -> None:
     read.register_hook(torch.sin)
 
 
+def by_a_default(model: Hooked, read: Tensor) -> None:
+    read.register_hook(lambda grad, model=model: grad * model.scale)
+
+
+def by_a_named_default(model: Hooked, read: Tensor) -> None:
+    read.register_hook(lambda grad, *, model=model: grad * model.scale)
+
+
+def by_a_nested_function(model: Hooked, read: Tensor) -> None:
+    read.register_hook(lambda grad: (lambda: grad * SCALES[0])())
+
+
+def by_an_import(model: Hooked, read: Tensor) -> None:
+    def scaled(grad: Tensor) -> Tensor:
+        import sys
+
+        return grad * sys.getrecursionlimit()
+
+    read.register_hook(scaled)
+
+
+def by_a_method(model: Hooked, read: Tensor) -> None:
+    read.register_hook(model.scaled)
+
+
 def keeping(model: Hooked, read: Tensor) -> None:
     def keep(grad: Tensor) -> None:
         model.kept = grad
@@ -55,7 +85,12 @@ def retaining(model: Hooked, read: Tensor) -> None:
     model.kept = read
 
 
-ACTS = by_a_number, by_an_attribute, by_a_function, keeping, retaining
+IN_GRAPH = by_a_number, by_a_function
+BY_STATE = (
+    by_an_attribute, by_a_default, by_a_named_default, by_a_nested_function, by_an_import, by_a_method,
+    keeping,
+)  # fmt: skip
+ACTS = (*IN_GRAPH, *BY_STATE, retaining)
 
 
 def gradients(model: Hooked) -> list[Tensor]:
@@ -65,6 +100,7 @@ def gradients(model: Hooked) -> list[Tensor]:
         model.zero_grad()
         out = model(X.to(model.linear.weight.dtype))
         model.scale += 10.0
+        SCALES[0] = model.scale
         out.float().square().sum().backward()
         kept = () if model.kept is None else (model.kept if model.kept.grad is None else model.kept.grad,)
         found += [p.grad for p in model.parameters()] + [*kept]
@@ -85,3 +121,15 @@ def test_hooks_see_the_whole_gradient(act: Callable[..., None], options: dict, t
         bound = 2**-6 if "backend" in options else 1e-5
         assert (own - wanted).norm() <= bound * wanted.norm()
     assert converted.scale == original.scale
+
+
+WIDE_HOOK = "it registers a hook that reads or writes more than its argument; let it read its argument alone"
+RETAINED = "it retains the gradient of a tensor that it computed; leave out retain_grad() if nothing reads it"
+
+
+@pytest.mark.parametrize("act", [*BY_STATE, retaining])
+def test_the_report_says_why_a_forward_with_such_a_hook_is_not_captured(act: Callable[..., None]) -> None:
+    why = RETAINED if act is retaining else WIDE_HOOK
+    converted = te_transform.convert(Hooked(act), X, verify=False)
+    (said,) = (each for each in te_transform.report(converted).breaks if "forward()" in each)
+    assert f"({why}): your own code runs there" in said

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -19,6 +20,13 @@ from torch._dynamo.variables.base import VariableTracker
 
 from te_transform.graph.dynamo_patches import Patch, leave_forward_to_user
 
+_WIDE_HOOK = "it registers a hook that reads or writes more than its argument; let it read its argument alone"
+_RETAINED = (
+    "it retains the gradient of a tensor that it computed; leave out retain_grad() if nothing reads it"
+)
+# instructions that read or write outside of a function, or make a function that may
+_READ_ELSEWHERE = frozenset(("IMPORT_NAME", "LOAD_DEREF", "MAKE_FUNCTION", "STORE_DEREF", "STORE_GLOBAL"))
+
 
 def hook_patches() -> Iterator[Patch]:
     """Yield the dynamo methods that trace the hooks of tensors, with their wrappers.
@@ -31,16 +39,16 @@ def hook_patches() -> Iterator[Patch]:
 
 
 def _hook_in_graph(own: Callable[..., Any]) -> Callable[..., Any]:
-    """Trace a hook that reads only its arguments: dynamo reads other values before the backward does."""
+    """Trace a hook that reads only its argument: dynamo reads other values before the backward does."""
 
     @functools.wraps(own)
     def register(self: TensorVariable, tx: Any, name: str, hook: VariableTracker) -> Any:
         if self.source is not None:
             return own(self, tx, name, hook)
-        if _reads_only_arguments(hook):
+        if _reads_only_its_argument(hook):
             with suppress(Unsupported):
                 return own(self, tx, name, hook)
-        leave_forward_to_user("it registers a hook that reads or writes more than its arguments")
+        leave_forward_to_user(_WIDE_HOOK)
 
     return register
 
@@ -52,15 +60,22 @@ def _no_retained_gradient(own: Callable[..., Any]) -> Callable[..., Any]:
     def look_up(self: TensorVariable, tx: Any) -> Any:
         if self.source is not None:
             return own(self, tx)
-        leave_forward_to_user("it retains the gradient of a tensor that it computed")
+        leave_forward_to_user(_RETAINED)
 
     return look_up
 
 
-def _reads_only_arguments(hook: VariableTracker) -> bool:
-    """Return True if a function reads its arguments and Python modules only."""
+def _reads_only_its_argument(hook: VariableTracker) -> bool:
+    """Return True if a function reads nothing but its argument, constants and the torch package."""
     if not isinstance(hook, (UserFunctionVariable, NestedUserFunctionVariable)):
         return isinstance(hook, TorchInGraphFunctionVariable)
     code, variables = hook.get_code(), hook.get_globals()
-    named = [variables[name] for name in code.co_names if name in variables]
-    return not (hook.has_self() or code.co_freevars) and all(isinstance(v, ModuleType) for v in named)
+    if (code.co_argcount, code.co_kwonlyargcount) != (1, 0):
+        return False  # an object or the default of a further argument
+    read = [(each.opname, each.argval) for each in dis.get_instructions(code)]
+    are_of_torch = (_is_of_torch(variables.get(name)) for opname, name in read if opname == "LOAD_GLOBAL")
+    return all(are_of_torch) and _READ_ELSEWHERE.isdisjoint(opname for opname, _ in read)
+
+
+def _is_of_torch(value: Any) -> bool:
+    return isinstance(value, ModuleType) and value.__name__.partition(".")[0] == "torch"
