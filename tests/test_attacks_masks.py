@@ -324,6 +324,30 @@ def test_a_bias_under_which_every_query_sees_a_key_goes_to_kernels(name: str) ->
     assert "aten::scaled_dot_product_attention" in {event.name for event in profile.events()}
 
 
+def counted_looks(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """Return the list to which each classified mask is added."""
+    looks: list[Tensor] = []
+    what_is = masks.what_is
+    monkeypatch.setattr(
+        masks, "what_is", lambda mask, *rest, **how: looks.append(mask) or what_is(mask, *rest, **how)
+    )
+    return looks
+
+
+@pytest.mark.parametrize("name", ["alibi", "alibi, added"])
+def test_without_gradients_a_bias_per_head_is_not_classified(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No kernel gains from the answer, and the operations that compute the bias would run twice."""
+    model = te_transform.convert(model_of(*MASKS[name]), (X,))
+    looks = counted_looks(monkeypatch)
+    with torch.no_grad():
+        model(X)
+    assert not looks
+    model(X)
+    assert looks
+
+
 def keyword(make: Callable[[Tensor, Any], dict[str, Any]]) -> Callable[..., dict[str, Any]]:
     return lambda self, x, mask: make(x, None if mask is None else mask[..., : x.shape[1], : x.shape[1]])
 
@@ -549,11 +573,7 @@ def test_pieces_of_a_forward_read_a_mask_once(monkeypatch: pytest.MonkeyPatch) -
         torch._dynamo.graph_break()
         return [first, F.scaled_dot_product_attention(q, v, k, attn_mask=mask)]
 
-    looks: list[Tensor] = []
-    what_is = masks.what_is
-    monkeypatch.setattr(
-        masks, "what_is", lambda mask, *rest, **how: looks.append(mask) or what_is(mask, *rest, **how)
-    )
+    looks = counted_looks(monkeypatch)
     pair = Pair.of(seeded(type("Pieces", (Attention,), {"forward": forward})), (X, causal(X.shape[1])))
     mask = causal(X.shape[1])
     mask[0, 1] = True  # neither the causal one nor one that hides nothing
@@ -620,8 +640,7 @@ def layers(
 def test_layers_with_equal_buffers_compute_their_mask_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, where a mask is known by the versions of what it reads."""
     monkeypatch.setattr(masks, "_is_on_cpu", lambda tensor: False)
-    seen, what_is = [], masks.what_is
-    monkeypatch.setattr(masks, "what_is", lambda *args, **how: seen.append(args) or what_is(*args, **how))
+    seen = counted_looks(monkeypatch)
     kept = masks.KeptMasks(set())
     ops, buffers = layers(kept, 4), [causal(), causal(offset=2), causal(), causal(offset=2)]
     for number in range(3):

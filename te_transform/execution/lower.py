@@ -5,6 +5,7 @@ All other operations of the graph are bitwise those that dynamo captured.
 
 from __future__ import annotations
 
+import math
 import operator
 import weakref
 from collections.abc import Collection, Iterator
@@ -143,10 +144,12 @@ def _is_asked_for(site: Site, mask: Tensor) -> bool:
     """Return True if it pays to classify the mask at run time.
 
     A bias per head is never causal, a window or padding. The gradients of kernels are correct with it if
-    every query sees a key.
+    every query sees a key, and so is the forward beside a fill with a number that the bias does not contain.
     """
-    is_trained = value(site.node.args[0]).requires_grad
-    return not is_bias(mask) or (is_trained and site.fused.written_out)
+    fill, hidden = site.node.args[9:11]
+    is_trained = value(site.node.args[0]).requires_grad and site.fused.written_out
+    is_filled = hidden is not None and fill not in (None, -math.inf)
+    return not is_bias(mask) or is_trained or is_filled
 
 
 class _SharedCalls:
@@ -367,8 +370,7 @@ class _Lowering:
             query, hidden = query.args
         # a single query has another mask in each step of generation, and each classification synchronizes
         is_one = same_shape(shape_of(query)[-2:-1], (1,))
-        is_asked = isinstance(mask, fx.Node) and (args[10] is not None or _is_asked_for(site, value(mask)))
-        if is_asked and not is_one:
+        if isinstance(mask, fx.Node) and not is_one and _is_asked_for(site, value(mask)):
             mask = self._proved(mask, hidden, at, sinks is not None)
         return (query, *args[1:3], mask, *args[4:], hidden)
 
