@@ -10,15 +10,11 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent.parent))  # to import the models of the tests
 
 import torch
-from command_line import positive
+from command_line import on_gpu, positive
 from rich.console import Console
 from rich.table import Table
 from transformers import LlamaForCausalLM
@@ -34,7 +30,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--layers", type=positive, default=4)
     parser.add_argument("--vocabulary", type=positive, nargs="+", default=[32000, 128256])
-    asked = parser.parse_args()
+    asked = on_gpu(parser)
     table = Table(title=f"{asked.layers} layers, {torch.cuda.get_device_name()}")
     for column in ("vocabulary", "", "ms", "peak beside weights, MiB"):
         table.add_column(column)

@@ -16,9 +16,9 @@ from typing import Any
 
 import measure
 import torch
-import transformer_engine.pytorch  # noqa: F401  before PyTorch loads a cuDNN of its own
 import transformers
-from command_line import output_file
+import with_te  # noqa: F401
+from command_line import on_gpu, output_file
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
@@ -49,7 +49,7 @@ def in_one_way(
     """Measure and print; with --compile, compile both models."""
     options = parser(about, models)
     options.add_argument("--compile", action="store_true", help="compile both models")
-    asked = options.parse_args()
+    asked = on_gpu(options, "transformer_engine")
     ways = {"compiled": {"compile": True}} if asked.compile else {"as it is": {}}
     show(rows(asked.names or models, build, ways, asked.seconds), asked.json)
 

@@ -28,8 +28,8 @@ from unittest.mock import patch
 
 import measure
 import torch
-import transformer_engine.pytorch  # noqa: F401  before PyTorch loads a cuDNN of its own
-from command_line import output_file
+import with_te  # noqa: F401
+from command_line import on_gpu, output_file
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
@@ -64,7 +64,7 @@ def main() -> None:
     parser.add_argument("--masked", action="store_true", help="also compare without the patch")
     parser.add_argument("--seconds", type=float, default=3.0, help="seconds for each line")
     parser.add_argument("--json", type=output_file, help="also write the rows to this file")
-    asked = parser.parse_args()
+    asked = on_gpu(parser, "transformer_engine")
     rows = []
     for name in asked.only:
         for mode in asked.modes:

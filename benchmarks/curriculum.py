@@ -55,7 +55,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--skip-training", action="store_true")
     parser.add_argument("--read", type=json_file)
-    parser.add_argument("--read", type=json_file)
     ours, sys.argv[1:] = parser.parse_known_args()
     asked = arguments_of_example()
     console = Console(width=130)

@@ -32,7 +32,7 @@ from typing import Any
 
 import measure
 import torch
-from command_line import output_file, positive
+from command_line import on_gpu, output_file, positive
 from torch import nn
 
 import te_transform
@@ -58,7 +58,7 @@ def main() -> None:
     for name, size in sizes.items():
         parser.add_argument(f"--{name}", type=positive, default=size)
     parser.add_argument("--json", type=output_file, help="also write the rows to this file")
-    asked = parser.parse_args()
+    asked = on_gpu(parser)
     rows = []
     for model in asked.model:
         for mode in asked.modes:

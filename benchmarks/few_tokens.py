@@ -20,8 +20,8 @@ from typing import Any
 
 import measure
 import torch
-import transformer_engine.pytorch  # noqa: F401  before PyTorch loads a cuDNN of its own
-from command_line import output_file
+import with_te  # noqa: F401
+from command_line import on_gpu, output_file
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
@@ -47,7 +47,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--seconds", type=float, default=1.0, help="seconds for each line")
     parser.add_argument("--json", type=output_file, help="also write the rows to this file")
-    asked = parser.parse_args()
+    asked = on_gpu(parser, "transformer_engine")
     table = Table(title=f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
     for column in ("width", "call", "tokens", "original, ms", *CONVERSIONS):
         table.add_column(column)

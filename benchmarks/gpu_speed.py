@@ -13,13 +13,11 @@ import json
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).parent.parent))  # to import the models of the tests
 
 import measure
 import torch
+from command_line import on_gpu
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
@@ -86,7 +84,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--only", default="", help="a part of the names of functions")
     parser.add_argument("--json", action="store_true", help="print the rows as JSON")
-    asked = parser.parse_args()
+    asked = on_gpu(parser)
     rows = []
     for subject in (s for s in SUBJECTS if asked.only in s.build.__name__):
         for compiled in subject.compiled:

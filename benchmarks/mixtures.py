@@ -13,6 +13,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from command_line import on_gpu
 from compared import TOKENS, VOCABULARY, built, parser, rows, show
 from torch import Tensor, nn
 
@@ -58,7 +59,7 @@ def main() -> None:
     """Measure and print."""
     options = parser(__doc__, MIXTURES)
     options.add_argument("--recipe", default=None, help="also measure this recipe")
-    asked = options.parse_args()
+    asked = on_gpu(options, "transformer_engine")
     ways = {"as it is": {}, "compiled": {"compile": True}}
     if asked.recipe is not None:
         ways[asked.recipe] = {"recipe": asked.recipe}

@@ -28,8 +28,8 @@ from typing import Any
 
 import measure
 import torch
-import transformer_engine.pytorch  # noqa: F401  before PyTorch loads a cuDNN of its own
-from command_line import output_file, positive
+import with_te  # noqa: F401
+from command_line import on_gpu, output_file, positive
 from rich.console import Console
 from rich.table import Table
 from torch import nn
@@ -51,7 +51,7 @@ def main() -> None:
     parser.add_argument("--rows", type=positive, default=12, help="rows of 1024 tokens in a step")
     parser.add_argument("--bf16", action="store_true", help="weights in bf16, without torch.autocast")
     parser.add_argument("--json", type=output_file, help="also write the rows to this file")
-    asked = parser.parse_args()
+    asked = on_gpu(parser, "transformer_engine")
     calls, memory = {}, {}
     for name, make in _variants(asked.bf16).items():
         calls[name], memory[name] = _prepared(partial(make, asked.bf16), asked.rows)

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import matplotlib.pyplot as plt
 from command_line import json_file, output_file
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 
 def main() -> None:
@@ -18,6 +21,8 @@ def main() -> None:
     parser.add_argument("rows", type=rows_in, nargs="+", help="files that te_speed.py --json wrote")
     parser.add_argument("plot", type=output_file, help="the picture to write")
     asked = parser.parse_args()
+    import matplotlib.pyplot as plt
+
     figure, panels = plt.subplots(1, len(asked.rows), figsize=(6.5 * len(asked.rows), 4.5), squeeze=False)
     for panel, (title, rows) in zip(panels[0], asked.rows, strict=True):
         draw(panel, title, rows)
@@ -30,7 +35,7 @@ def rows_in(file: str) -> tuple[str, list[dict]]:
     return Path(file).stem, json_file(file)
 
 
-def draw(panel: plt.Axes, title: str, rows: list[dict]) -> None:
+def draw(panel: Axes, title: str, rows: list[dict]) -> None:
     """Draw the milliseconds of a step, the slowest contender on top."""
     rows = sorted(rows, key=lambda row: row["median"])
     bars(panel, [row["name"] for row in rows], [(row["low"], row["median"], row["high"]) for row in rows])
@@ -38,7 +43,7 @@ def draw(panel: plt.Axes, title: str, rows: list[dict]) -> None:
     panel.set_xlabel("ms")
 
 
-def bars(panel: plt.Axes, names: list[str], values: list[tuple[float, float, float]]) -> None:
+def bars(panel: Axes, names: list[str], values: list[tuple[float, float, float]]) -> None:
     """Draw medians with their quartiles (low, median, high), the first at the bottom."""
     lows, medians, highs = zip(*values, strict=True)
     spread = [

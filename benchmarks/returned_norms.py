@@ -25,8 +25,8 @@ from typing import Any
 
 import measure
 import torch
-import transformer_engine.pytorch  # noqa: F401  before PyTorch loads a cuDNN of its own
-from command_line import positive
+import with_te  # noqa: F401
+from command_line import on_gpu, positive
 from rich.console import Console
 from rich.table import Table
 from torch import nn
@@ -54,7 +54,7 @@ def main() -> None:
     parser.add_argument("--widths", nargs="+", type=positive, default=(1024, 2048))
     parser.add_argument("--tokens", nargs="+", type=positive, default=(16384, 32768), help="tokens of a step")
     parser.add_argument("--recipes", nargs="+", default=("fp8-delayed", "fp8-current"))
-    asked = parser.parse_args()
+    asked = on_gpu(parser, "transformer_engine")
     table = Table(title=f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
     for column in ("model", "recipe", "width", "tokens", "mode", "original, ms", "apart", "returned"):
         table.add_column(column)

@@ -22,8 +22,8 @@ from typing import Any
 
 import measure
 import torch
-import transformer_engine.pytorch  # noqa: F401  before PyTorch loads a cuDNN of its own
-from command_line import output_file, positive
+import with_te  # noqa: F401
+from command_line import on_gpu, output_file, positive
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
@@ -68,7 +68,7 @@ def main() -> None:
     )
     parser.add_argument("--layers", type=positive, default=8)
     parser.add_argument("--json", type=output_file, help="also write the rows to this file")
-    asked = parser.parse_args()
+    asked = on_gpu(parser, "transformer_engine")
     original, rows = _llama(asked.layers), []
     for what in asked.only:
         for batch in (PREFILL[0],) if what == "prefill" else asked.batches:

@@ -22,11 +22,11 @@ from functools import partial
 
 import measure
 import torch
-import transformer_engine.pytorch  # noqa: F401  before PyTorch loads a cuDNN of its own
-from command_line import positive
+import with_te  # noqa: F401
+from command_line import on_gpu, positive
 from torch import Tensor
 
-from te_transform.backends import cublas, plain, te
+from te_transform.backends import cublas, plain
 from te_transform.backends.fp8.ops import multiply
 
 ROUNDS, STEPS, HEADS, WIDTH = 7, 20, 32, 128
@@ -38,7 +38,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("ops", nargs="*", choices=[*OPS, []], help="default: all")
     parser.add_argument("--tokens", type=positive, default=8192)
-    asked = parser.parse_args()
+    asked = on_gpu(parser, "transformer_engine")
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {asked.tokens:,} tokens")
     for name in asked.ops or OPS:
         for what, *steps in OPS[name](asked.tokens):
@@ -54,6 +54,8 @@ def milliseconds(*steps: Step) -> list[float]:
 
 
 def router(tokens: int) -> Iterator[tuple[str, Step, Step]]:
+    from te_transform.backends import te
+
     for width, experts in ((2048, 128), (7168, 256)):
         x, weight = random(tokens, width), random(experts, width)
         ops = plain.WideLinear(), te.WideLinear()
@@ -61,17 +63,23 @@ def router(tokens: int) -> Iterator[tuple[str, Step, Step]]:
 
 
 def pairs(tokens: int) -> Iterator[tuple[str, Step, Step]]:
+    from te_transform.backends import te
+
     x, angles = queries(1, tokens), frequencies(1, tokens).repeat_interleave(2, -1)
     ops = plain.Rotary(in_pairs=True), te.Rotary(in_pairs=True)
     yield f"{HEADS} heads of {WIDTH}", *(trained(op, x, angles) for op in ops)
 
 
 def sequences(tokens: int) -> Iterator[tuple[str, Step, Step]]:
+    from te_transform.backends import te
+
     x, angles = queries(4, tokens // 4), frequencies(4, tokens // 4).repeat(1, 1, 2)
     yield f"4 of {tokens // 4}", *(trained(op, x, angles) for op in (plain.Rotary(), te.Rotary()))
 
 
 def deepseek(tokens: int) -> Iterator[tuple[str, Step, Step]]:
+    from te_transform.backends import te
+
     x, angles = queries(1, tokens)[..., :64], frequencies(1, tokens)[..., :32]
     cos, sin = angles.cos().to(x.dtype)[:, None], angles.sin().to(x.dtype)[:, None]
     kernel = te.Rotary()

@@ -32,8 +32,8 @@ from unittest.mock import patch
 import grid
 import measure
 import torch
-import transformer_engine.pytorch  # noqa: F401  before PyTorch loads a cuDNN of its own
-from command_line import output_file, positive
+import with_te  # noqa: F401
+from command_line import on_gpu, output_file, positive
 from rich.console import Console
 from rich.table import Table
 
@@ -59,7 +59,7 @@ def main() -> None:
     parser.add_argument("--tokens", nargs="+", type=positive, default=(2048, 8192), help="tokens of a step")
     parser.add_argument("--layers", type=positive, default=0, help="number of layers (default: grid.py's)")
     parser.add_argument("--json", type=output_file, help="also write the rows to this file")
-    asked = parser.parse_args()
+    asked = on_gpu(parser, "transformer_engine")
     table = Table(title=f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
     for column in ("model", "mode", "width", "tokens", "original, ms", *WAYS):
         table.add_column(column)

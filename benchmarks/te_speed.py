@@ -29,11 +29,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent.parent))  # to import the models of the tests
-
-import hand_port
 import torch
-from command_line import output_file, positive
+import with_te  # noqa: F401
+from command_line import on_gpu, output_file, positive
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
@@ -45,6 +43,7 @@ from tests.models.quickstart import BasicLayer
 
 HAND = "hand port"  # ratios are relative to this contender, in the same precision
 IN_GRAPHS = {"compile": True, "graphs": True}
+_Context = Callable[[], contextlib.AbstractContextManager]
 STEPS = 6  # warm-up steps: delayed scaling finds its scales, and CUDA graphs are recorded
 
 
@@ -75,6 +74,8 @@ class Row:
 
 
 def layer() -> Subject:
+    import hand_port
+
     x = torch.randn(2048, 4, 4096, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     cotangent = torch.randn_like(x)
 
@@ -127,6 +128,8 @@ class _Named(nn.Module):
 
 
 def llama() -> Subject:
+    import hand_port
+
     config = shape_of_8b(layers=8, vocab_size=32000, length=4096)
     ids = torch.randint(32000, (2, 4096), device="cuda")
     return Subject(
@@ -144,20 +147,21 @@ def llama() -> Subject:
 SUBJECTS = {"layer": layer, "llama": llama}
 
 
-def contenders(subject: Subject) -> dict[str, Callable[[nn.Module], tuple[nn.Module, hand_port.Context]]]:
+def contenders(subject: Subject) -> dict[str, Callable[[nn.Module], tuple[nn.Module, _Context]]]:
     """Return functions by name that make a model and the context of its forward from a fresh original."""
+    import hand_port
 
-    def plain(model: nn.Module) -> tuple[nn.Module, hand_port.Context]:
+    def plain(model: nn.Module) -> tuple[nn.Module, _Context]:
         return model, contextlib.nullcontext
 
-    def compiled(model: nn.Module) -> tuple[nn.Module, hand_port.Context]:
+    def compiled(model: nn.Module) -> tuple[nn.Module, _Context]:
         model.compile()
         return model, contextlib.nullcontext
 
-    def torchao(model: nn.Module) -> tuple[nn.Module, hand_port.Context]:
+    def torchao(model: nn.Module) -> tuple[nn.Module, _Context]:
         return hand_port.torchao(model), contextlib.nullcontext
 
-    def accelerate(model: nn.Module) -> tuple[nn.Module, hand_port.Context]:
+    def accelerate(model: nn.Module) -> tuple[nn.Module, _Context]:
         from accelerate import Accelerator
         from accelerate.utils.transformer_engine import convert_model
 
@@ -173,7 +177,7 @@ def contenders(subject: Subject) -> dict[str, Callable[[nn.Module], tuple[nn.Mod
         return lambda model: (subject.graphed(subject.port(model), recipe), hand_port.within(recipe))
 
     def ours(recipe: Any, **ways: Any) -> Callable:
-        def converted(model: nn.Module) -> tuple[nn.Module, hand_port.Context]:
+        def converted(model: nn.Module) -> tuple[nn.Module, _Context]:
             options = {"backend": "te", "recipe": recipe, "inplace": True, "verify": False, **ways}
             # compiled and recorded calls have one size
             sample = {k: v.detach() for k, v in subject.inputs.items()} if ways else subject.example
@@ -211,7 +215,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=positive, default=15, help="number of turns of each contender")
     parser.add_argument("--profile", default="", help="print the kernels of this contender, no times")
     parser.add_argument("--json", type=output_file, help="also write the rows to this file")
-    asked = parser.parse_args()
+    asked = on_gpu(parser, "transformer_engine")
     torch.manual_seed(0)
     subject = SUBJECTS[asked.subject]()
     chosen = contenders(subject)

@@ -4,8 +4,10 @@ import ast
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
+from contextlib import suppress
 from importlib import import_module
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -226,6 +228,31 @@ def test_contributing_lists_every_make_target() -> None:
 
 
 SCRIPTS = [path for part in ("examples", "benchmarks", "docs") for path in sorted((ROOT / part).glob("*.py"))]
+
+
+WITH_OPTIONS = [
+    path
+    for path in SCRIPTS
+    if {"argparse", "__main__"} <= {*re.findall(r"\w+", path.read_text(encoding="utf-8"))}
+]
+
+
+@pytest.mark.parametrize("file", WITH_OPTIONS, ids=lambda file: file.name)
+def test_scripts_explain_their_options(
+    file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without a GPU and without Transformer Engine, as they are called: by a path, from the root."""
+    monkeypatch.setattr(sys, "argv", [str(file), "--help"])
+    monkeypatch.setattr(sys, "path", [str(file.parent), *sys.path])
+    before = {*sys.modules}
+    try:
+        with suppress(SystemExit):
+            runpy.run_path(str(file), run_name="__main__")
+    finally:  # scripts of other folders import other modules of these names
+        for name in {*sys.modules} - before:
+            if str(getattr(sys.modules[name], "__file__", "")).startswith(str(file.parent)):
+                del sys.modules[name]
+    assert "usage: " + file.name in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("file", SCRIPTS, ids=lambda file: file.name)
