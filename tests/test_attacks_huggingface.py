@@ -138,15 +138,30 @@ def test_attributes_set_later_are_read() -> None:
             pair.attack(change, called(use_cache=False))
 
 
+def look_ahead(model: Any) -> None:
+    set_all(model, modeling_llama.LlamaAttention, is_causal=False)
+
+
 @LATER
-@pytest.mark.xfail(
-    raises=AssertionError,
-    reason="transformers, when it is traced, makes the causal mask that a forward of it leaves to is_causal",
-)
 def test_attention_that_is_set_to_look_ahead() -> None:
-    pair_of().attack(
-        lambda model: set_all(model, modeling_llama.LlamaAttention, is_causal=False), called(use_cache=False)
+    """As LLM2Vec does. transformers makes a causal mask when it is traced, and leaves it out otherwise."""
+    pair = pair_of()
+    pair.attack(look_ahead, called(use_cache=False))
+    pair.agree(called(use_cache=False, attention_mask=PADDED))
+    pair.attack(
+        lambda model: set_all(model, modeling_llama.LlamaAttention, is_causal=True), called(use_cache=False)
     )
+
+
+@pytest.mark.parametrize("verify", [False, True])
+def test_attention_that_looks_ahead_is_fused_layer_by_layer(verify: bool) -> None:
+    model = llama().eval()
+    look_ahead(model)
+    converted = te_transform.convert(model, (IDS,), verify=verify)
+    assert torch.allclose(logits(converted, IDS), logits(model, IDS), atol=1e-6)
+    report = te_transform.report(converted)
+    assert report.counts["layernorm_mlp"] == LAYERS
+    assert "its attention has is_causal=False" in " ".join(str(report).split())
 
 
 @LATER

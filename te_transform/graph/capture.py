@@ -35,6 +35,7 @@ from te_transform.graph.long_containers import bounded_containers
 from te_transform.graph.questions import guard_questions
 from te_transform.graph.recompiles import Recompiles, module_in_frame
 from te_transform.graph.traceable import traceable_forms
+from te_transform.graph.traced_masks import makes_masks
 
 log = logging.getLogger(__name__)
 
@@ -131,7 +132,7 @@ def capture(
         key = code, transformed, id(module_in_frame(frame))
         if times[key] >= MOST_TRACED:
             return _run_original_at_limit(key, times)
-        if (settings := recompiles.settings(frame)) is None:
+        if makes_masks(frame.f_code) or (settings := recompiles.settings(frame)) is None:
             return _RUN_ORIGINAL
         times[key] += 1
         before, run.turned_off = run.turned_off, True  # stays True if tracing raises

@@ -19,6 +19,7 @@ from torch._dynamo.variables.misc import DebuggingVariable
 from torch.nn.modules import transformer
 
 from te_transform.graph.dynamo_patches import leave_to_user, patched
+from te_transform.graph.traced_masks import forms_of_transformers
 
 _ASKS = (
     "nn.TransformerEncoder and Decoder read a mask to check if it is causal, on which their result depends; "
@@ -33,7 +34,8 @@ _METHODS = ("forward", "_sa_block", "_mha_block", "_ff_block")  # encoder layers
 def traceable_forms() -> Iterator[None]:
     """Register the traceable forms with dynamo in this context; other compilations keep PyTorch's own."""
     rules, compare = trace_rules.get_torch_obj_rule_map(), symbolic_convert.compare_op_handlers
-    forms = {transformer._detect_is_causal_mask: _CausalMask, warnings.warn: _Warning}
+    own = {transformer._detect_is_causal_mask: _CausalMask, warnings.warn: _Warning}
+    forms = own | forms_of_transformers()
     before, less = {key: rules[key] for key in forms if key in rules}, compare["<"]
     try:
         rules.update(forms)
