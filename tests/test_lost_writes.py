@@ -86,6 +86,22 @@ def replaced(model: Model) -> float:
     return model.held.one + 10 * model.held.other
 
 
+def read_later(held: Counts) -> float:
+    held.writes += 1
+    return held.hidden + held.writes
+
+
+def a_method(model: Model) -> float:
+    if not hasattr(model.held, "read"):
+        model.held.read = read_later.__get__(model.held)
+    return model.held.read()
+
+
+def a_method_of_the_model(model: Model) -> float:
+    model.read = read_later.__get__(model.held, Counts)
+    return model.read()
+
+
 def in_order() -> collections.OrderedDict[str, float]:
     return collections.OrderedDict(a=1.0, b=2.0, c=3.0)
 
@@ -124,6 +140,8 @@ def with_default() -> type:
         (item_of_class, counting),
         (made, closing),
         (made, with_default),
+        (a_method, Counts),
+        (a_method_of_the_model, Counts),
         (replaced, functools.partial(Pair, 1.0, 2.0)),
     ],
     ids=lambda each: getattr(each, "__name__", "pair"),

@@ -9,9 +9,11 @@ from contextlib import AbstractContextManager
 from typing import Any
 from unittest.mock import patch
 
+from torch._dynamo.bytecode_transformation import create_call_function
 from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.variables import ConstantVariable, builder, dicts, user_defined
 from torch._dynamo.variables.base import VariableTracker
+from torch._dynamo.variables.functions import UserFunctionVariable, UserMethodVariable
 from torch._dynamo.variables.user_defined import UserDefinedClassVariable, UserDefinedObjectVariable
 
 from te_transform.graph.class_guards import guard_class_attribute
@@ -25,6 +27,8 @@ def write_patches() -> Iterator[Patch]:
     if IS_2_13:
         yield dicts.SideEffectsProxyDict, "__init__", call_after(_follow_writes)
         yield user_defined.OrderedDictVariable, "call_method", call_after(_write_order)
+        yield UserFunctionVariable, "tp_descr_get_impl", _bound_as_written
+        yield UserMethodVariable, "reconstruct", _bind_again
     else:
         yield dicts.ConstDictVariable, "call_method", call_after(_write_order)
         yield UserDefinedObjectVariable, "method_setattr_standard", _property_setter
@@ -51,6 +55,35 @@ class _Writes:
 def _follow_writes(self: Any, _: VariableTracker, tx: Any) -> None:
     """Point a `__dict__` at the current table of writes: dynamo loses later writes to an old one."""
     self.side_effects = _Writes(tx.output)
+
+
+def _bound_as_written(own: Callable[..., Any]) -> Callable[..., Any]:
+    """Trace `function.__get__(held)`: dynamo looks the method up by the function's name, after the graph."""
+
+    @functools.wraps(own)
+    def bind(self: Any, tx: Any, held: VariableTracker, owner: VariableTracker) -> Any:
+        method = own(self, tx, held, owner)
+        kind = type(getattr(held, "value", None))
+        if inspect.getattr_static(kind, self.fn.__name__, None) is not self.fn:
+            method.source = None
+        return method
+
+    return bind
+
+
+def _bind_again(own: Callable[..., Any]) -> Callable[..., Any]:
+    """Make a method without a source after the graph, from its function and its object."""
+
+    @functools.wraps(own)
+    def write(self: Any, codegen: Any) -> None:
+        if self.source_fn is None or type(self) is not UserMethodVariable:
+            return own(self, codegen)
+        codegen.add_push_null(lambda: codegen.load_import_from("types", "MethodType"))
+        codegen(self.source_fn)
+        codegen(self.obj)
+        codegen.extend_output(create_call_function(2, False))
+
+    return write
 
 
 def _property_setter(own: Callable[..., Any]) -> Callable[..., Any]:
