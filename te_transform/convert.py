@@ -155,7 +155,7 @@ def _capture_and_report(
     except TraceError as error:
         why = fails_captured(target, samples, original, error)
     if runner.captures.checker is not None and why is None:
-        why = traced_otherwise(target, seen.outputs, samples[0], original)
+        why = traced_otherwise(target, runner, seen.outputs, samples[0], original)
     if why is not None:
         runner.material.notes.append(why)
         runner.options = replace(runner.options, run_original=True)

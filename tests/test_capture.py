@@ -796,6 +796,31 @@ def test_code_that_does_something_else_where_it_is_traced_runs_as_it_is(inplace:
     assert torch.equal(copy.deepcopy(converted)(X), model(X))
 
 
+class LeavesOutItsMask(nn.Module):
+    """A model that leaves out a mask that hides nothing, as transformers does, unless it is traced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = seeded(Block)
+
+    def forward(self, x: Tensor, attention_mask: Tensor) -> Tensor:
+        if not torch.compiler.is_compiling() and attention_mask.all():
+            return self.block(x)
+        return self.block(x).cumsum(1) * attention_mask[..., None]
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_a_mask_that_is_left_out_unless_it_is_traced_is_found_on_a_padded_sample(by_name: bool) -> None:
+    model, ones = LeavesOutItsMask(), torch.ones(X.shape[:2], dtype=torch.int64)
+    padded = ones.clone()
+    padded[0, 0] = 0
+    inputs = {"x": X, "attention_mask": padded} if by_name else (X, padded)
+    converted = te_transform.convert(model, inputs)
+    assert any("computes other numbers" in note for note in te_transform.report(converted).notes)
+    for mask in (padded, ones):
+        assert torch.equal(converted(X, mask), model(X, mask))
+
+
 class AsksForItsClass(Block):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) * (2 if type(self) is AsksForItsClass else 1)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from te_transform.execution.captured_graph import CapturedGraph, Observer
 from te_transform.execution.classes import with_user_classes
@@ -22,6 +22,7 @@ from te_transform.execution.writes import unwritten
 from te_transform.graph.bits import dense_parts
 from te_transform.graph.errors import in_a_line
 from te_transform.graph.inputs import Inputs, TraceError
+from te_transform.graph.names import forward_parameters
 from te_transform.graph.preserve import preserved
 from te_transform.plan.match import Plan
 from te_transform.plan.model import ModelError
@@ -98,19 +99,46 @@ def _output_tensors(outputs: Any) -> list[Tensor]:
 
 
 def traced_otherwise(
-    model: nn.Module, captured: Sequence[Tensor], sample: Inputs, original: nn.Module | None
+    model: nn.Module, runner: Runner, captured: Sequence[Tensor], sample: Inputs, original: nn.Module | None
 ) -> str | None:
     """Return why the captured forward differs from the model, or None.
 
-    Code may compute something different if it is traced, or in a subclass.
+    Code may compute something different if it is traced, or in a subclass. Transformers leaves out a mask
+    that hides nothing, unless it is traced. A padded sample is therefore compared without padding, too.
     """
-
-    def outputs() -> list[Tensor]:
-        with preserved(model, original), torch.set_grad_enabled(_is_trainable(model)):
-            return _output_tensors(call(model.train(), sample))
-
     if any(tensor.is_meta for tensor in captured):  # without numbers
         return None
+    why = _differs(model, captured, sample, original)
+    whole = None if why is not None else _without_padding(model, sample)
+    if whole is not None:
+        with suppress(TraceError), watched_calls(runner, model):  # a model may reject the mask
+            why = _differs(model, _outputs_of(model, whole, original), whole, original)
+    return why
+
+
+def _without_padding(model: nn.Module, sample: Inputs) -> Inputs | None:
+    """Return the sample with an attention_mask of ones, or None if the sample has no padding."""
+    named = dict(zip(forward_parameters(model), sample.args, strict=False)) | sample.kwargs
+    mask = named.get("attention_mask")
+    if not isinstance(mask, Tensor) or mask.dim() != 2 or mask.is_floating_point() or mask.all():
+        return None
+    ones = torch.ones_like(mask)
+    return Inputs(*tree_map_only(Tensor, lambda x: ones if x is mask else x, (sample.args, sample.kwargs)))
+
+
+def _outputs_of(model: nn.Module, sample: Inputs, original: nn.Module | None) -> list[Tensor]:
+    with preserved(model, original), torch.set_grad_enabled(_is_trainable(model)):
+        return _output_tensors(call(model.train(), sample))
+
+
+def _differs(
+    model: nn.Module, captured: Sequence[Tensor], sample: Inputs, original: nn.Module | None
+) -> str | None:
+    """Return why the outputs of a captured call differ from those of the user's own code, or None."""
+
+    def outputs() -> list[Tensor]:
+        return _outputs_of(model, sample, original)
+
     with with_user_classes(model):
         expected = outputs()
         off = _off(captured, expected)
