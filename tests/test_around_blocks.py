@@ -23,7 +23,8 @@ import te_transform
 from te_transform.execution.attach import runner_of
 from te_transform.execution.policy import CHECKPOINTED_BY_HOOKS
 from tests import compilers
-from tests.attacks import WIDTH, Block, Pair, X
+from tests.attacks import WIDTH, Attends, Block, Pair, X
+from tests.zoo import seeded
 
 pytestmark = pytest.mark.usefixtures("at_any_size")
 
@@ -291,3 +292,30 @@ def test_checkpoints_that_hooks_begin_run_the_original(part: str) -> None:
             model.train(mode)
         pair.agree(trained)
     assert CHECKPOINTED_BY_HOOKS in te_transform.report(pair.converted).notes
+
+
+class Clamps(Attends):
+    """A block that looks at its values, as DETR's: dynamo leaves the checkpoint around it alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        return x if torch.isfinite(x).all() else x.clamp(-1.0, 1.0)
+
+
+class ClampsFirst(TwoTowers):
+    """The blocks of the first tower have run when a graph of the second shows that there are checkpoints."""
+
+    def __init__(self):
+        super().__init__()
+        self.backbone.layers = nn.ModuleList(Clamps() for _ in range(2))
+
+
+def test_checkpoints_repeat_the_blocks_that_ran_before_they_were_captured() -> None:
+    model = seeded(ClampsFirst)
+    model.backbone.checkpoints = model.second.checkpoints = False
+    pair = Pair.of(model)
+    for each in pair.models:
+        each.train()
+        each.backbone.checkpoints = each.second.checkpoints = True
+    for _ in range(2):
+        assert "error" not in pair.agree()

@@ -146,6 +146,7 @@ class Runner:
             user_code.count(call, why)
             return user_code.run(call, but_blocks=self.policy.by_block and not call.is_block)
         if call.is_block:
+            call.role.has_run |= not call.in_backward
             if self.division is not None and self.policy.skip_this_call:
                 raise _OnStandIns
             return self._run_captured(call)

@@ -73,6 +73,9 @@ class UserCode:
             return _UNCAPTURED
         if policy.makes_nested and call.is_evaluated:
             return _NESTED
+        # a checkpoint repeats a forward that ran before the block was captured
+        if call.is_block and call.in_backward and not call.role.has_run:
+            return _CHECKPOINTED
         is_checkpointed = policy.checkpointed_modes and call.mode in policy.checkpointed_modes
         return _CHECKPOINTED if is_checkpointed else None
 
