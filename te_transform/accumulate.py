@@ -17,6 +17,7 @@ from torch import nn
 from te_transform.backends.fp8.gradient_sums import GradientSums, accumulating
 from te_transform.backends.fp8.registry import forget_weights, read_state, state_of
 from te_transform.backends.limits import on_kernels_device
+from te_transform.backends.ranks import is_in_ddp
 from te_transform.backends.tracing import in_backward
 from te_transform.execution.attach import is_divided
 from te_transform.graph.keywords import suggests
@@ -78,12 +79,15 @@ def accumulate(model: nn.Module, steps: int, dtype: torch.dtype = torch.float32)
             wraps the model, whose hooks do not see gradients that a kernel adds. Another framework set
             main_grad. If the body raises, the buffers are dropped, and `.grad` keeps the gradients of other
             parameters.
+        RuntimeError: a backward runs after the context, or returns gradients, as torch.autograd.grad() does.
         te_transform.ModelError: `model` is not a module.
     """
     _check_arguments(model, steps, dtype)
     gradients, parameters = GradientSums(dtype), dict(model.named_parameters(remove_duplicate=False))
     running = Accumulation(steps, parameters, gradients)
-    hook = model.register_forward_pre_hook(lambda module, _: _count(module, running))
+    hook = model.register_forward_pre_hook(  # a copy of the model gets a copy of the hook
+        lambda module, _: _count(module, running) if module is model else None
+    )
     try:
         for parameter in parameters.values():
             state_of(parameter).gradients = gradients
@@ -94,6 +98,7 @@ def accumulate(model: nn.Module, steps: int, dtype: torch.dtype = torch.float32)
             parameter.grad = total.to(parameter.dtype)
     finally:
         hook.remove()
+        gradients.is_open = False
         for parameter in parameters.values():
             state_of(parameter).gradients = None
         forget_weights(parameters.values())
@@ -101,17 +106,15 @@ def accumulate(model: nn.Module, steps: int, dtype: torch.dtype = torch.float32)
 
 def _check_arguments(model: nn.Module, steps: int, dtype: torch.dtype) -> None:
     check_module(model, "accumulate")
-    if not isinstance(steps, int) or steps < 1:
-        raise AccumulationError(f"expected 1 or more forward passes for steps, got {steps!r}")
+    if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
+        raise AccumulationError(
+            f"expected 1 or more forward passes for steps, got {steps!r}; pass an integer"
+        )
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise AccumulationError(
             f"expected a floating-point dtype to accumulate gradients, got {dtype!r}; pass torch.float32"
         )
-    if any(isinstance(module, nn.parallel.DistributedDataParallel) for module in model.modules()):
-        raise AccumulationError(
-            "expected a model without DistributedDataParallel, whose hooks do not see gradients that kernels "
-            "add to a buffer, got a wrapped one; use its no_sync() instead"
-        )
+    _check_ddp(any(isinstance(module, nn.parallel.DistributedDataParallel) for module in model.modules()))
     if is_divided(model):
         raise AccumulationError(
             "expected plain tensors as gradients, got a model divided among ranks, whose gradients are "
@@ -128,6 +131,14 @@ def _check_arguments(model: nn.Module, steps: int, dtype: torch.dtype) -> None:
         )
 
 
+def _check_ddp(is_wrapped: bool) -> None:
+    if is_wrapped:
+        raise AccumulationError(
+            "expected a model without DistributedDataParallel, whose hooks do not see gradients that kernels "
+            "add to a buffer, got a wrapped one; use its no_sync() instead"
+        )
+
+
 def _why_not_accumulated(parameter: nn.Parameter) -> str:
     if not parameter.requires_grad:
         return "it is frozen"
@@ -140,6 +151,7 @@ def _why_not_accumulated(parameter: nn.Parameter) -> str:
 
 def _count(module: nn.Module, running: Accumulation) -> None:
     if module.training and torch.is_grad_enabled() and not in_backward():  # not a rerun
+        _check_ddp(is_in_ddp())
         running.taken += 1
         if running.taken > running.steps:
             raise AccumulationError(

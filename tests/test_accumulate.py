@@ -1,5 +1,6 @@
 """accumulate() hands the sums of kernels over as gradients, and lists what takes no part in that."""
 
+import copy
 from collections.abc import Callable
 from functools import partial
 
@@ -204,7 +205,7 @@ def _train_and_fail(model: nn.Module) -> None:
 
 
 def test_mistakes_are_named(model: nn.Module) -> None:
-    for steps in (0, -1, 2.5, None):
+    for steps in (0, -1, 2.5, None, True):
         with pytest.raises(
             te_transform.AccumulationError, match=r"expected 1 or more forward passes for steps"
         ):
@@ -230,10 +231,44 @@ def test_mistakes_are_named(model: nn.Module) -> None:
         te_transform.accumulate(model, steps=1).__enter__()
 
 
+def test_a_backward_after_the_context_is_an_error(model: nn.Module) -> None:
+    with te_transform.accumulate(model, steps=1):
+        loss = model(X[0]).float().sum()
+    with pytest.raises(RuntimeError, match=r"expected backward\(\) within accumulate\(\), got one after it"):
+        loss.backward()
+
+
+def test_gradients_that_a_backward_returns_are_an_error(model: nn.Module) -> None:
+    x = X[0].clone().requires_grad_()
+    with te_transform.accumulate(model, steps=4) as accumulation:
+        for inputs in ([x], [model.q.weight], [*model.parameters()]):
+            with pytest.raises(RuntimeError, match=r"within accumulate\(\), got torch.autograd.grad\(\) or"):
+                torch.autograd.grad(model(x).float().sum(), inputs)
+        with pytest.raises(RuntimeError, match=r"or backward\(inputs=...\), for which kernels"):
+            model(x).float().sum().backward(inputs=[model.q.weight, model.norm.weight])
+        assert not any(each.buffer.any() for each in accumulation.gradients.sums.values())
+
+
+def test_a_copy_that_is_made_within_counts_no_step(model: nn.Module) -> None:
+    with te_transform.accumulate(model, steps=3) as accumulation:
+        train(model, X[:1])
+        twin = copy.deepcopy(model)
+        train(model, X[1:])
+    twin.zero_grad()
+    train(twin, X)
+    assert accumulation.taken == 3
+    assert close(gradients(twin), expected(model))
+
+
 def test_ddp_is_refused(model: nn.Module, process_group: None) -> None:
     wrapped = nn.parallel.DistributedDataParallel(model)
     with pytest.raises(te_transform.AccumulationError, match="DistributedDataParallel"):
         te_transform.accumulate(wrapped, steps=1).__enter__()
+    with te_transform.accumulate(model, steps=1) as accumulation:
+        with pytest.raises(te_transform.AccumulationError, match="DistributedDataParallel"):
+            wrapped(X[0])
+        train(model, X[:1])  # DDP's hooks reduce nothing
+    assert set(accumulation.fused) == TAKING_PART
 
 
 def test_accumulate_changes_nothing_in_plain_pytorch() -> None:

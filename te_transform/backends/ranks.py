@@ -60,6 +60,11 @@ def fsdp_groups(module: nn.Module) -> list[Any]:
     return [] if group is None else [group]
 
 
+def is_in_ddp() -> bool:
+    """Return True in a forward of DistributedDataParallel."""
+    return DistributedDataParallel._get_active_ddp_module() is not None
+
+
 def bucket_size() -> int | None:
     """Return the bucket size of the running DistributedDataParallel in bytes, or None without one."""
     wrapper = DistributedDataParallel._get_active_ddp_module()

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
 from te_transform.backends.fp8.registry import Source, read_state
 from te_transform.backends.joined import parameters_of, used_of
@@ -44,10 +45,10 @@ class _Sum:
 
 
 class GradientSums:
-    """The sums of one accumulation; `dtype` is the dtype of the buffers."""
+    """The sums of one accumulation; `dtype` is the dtype of the buffers. `is_open` until they are read."""
 
     def __init__(self, dtype: torch.dtype):
-        self.dtype = dtype
+        self.dtype, self.is_open = dtype, True
         self.sums: dict[tuple[Any, ...], _Sum] = {}
 
     def of(self, weight: Tensor) -> Tensor:
@@ -60,6 +61,26 @@ class GradientSums:
             self.sums[key] = _Sum(parameters, buffer, transposed)
         self.sums[key].used.append(used_of(weight))
         return self.sums[key].buffer
+
+    def watch(self, out: Tensor, weights: Sequence[Tensor]) -> None:
+        """Check in the backward of a product that `.grad` gets what its kernel adds to the sums."""
+        if out.grad_fn is not None:
+            parameters = [parameter for weight in weights for parameter in parameters_of(weight)]
+            out.grad_fn.register_prehook(lambda _: self._check_backward(parameters))
+
+    def _check_backward(self, parameters: Sequence[Tensor]) -> None:
+        """Raise RuntimeError unless the running backward accumulates gradients into all parameters."""
+        if not self.is_open:
+            raise RuntimeError(
+                "expected backward() within accumulate(), got one after it, whose gradients would be lost; "
+                "call backward() before the context ends"
+            )
+        if not all(map(_gets_gradient, parameters)):
+            raise RuntimeError(
+                "expected backward() of all weights within accumulate(), got torch.autograd.grad() or "
+                "backward(inputs=...), for which kernels add the gradients of other weights too; leave "
+                "accumulate() out"
+            )
 
     def by_parameter(self) -> dict[Tensor, Tensor]:
         """Return the sum for each parameter, in the parameter's shape."""
@@ -93,6 +114,16 @@ def gradient_sums_of(weights: Sequence[Tensor]) -> GradientSums | None:
     """
     sums = None if _paused.get() else read_state(weights[0]).gradients
     return sums if sums is not None and all(map(_takes_part, weights)) else None
+
+
+def _gets_gradient(parameter: Tensor) -> bool:
+    """Return True if the running backward accumulates into `.grad` of a parameter."""
+    if not parameter.requires_grad:  # frozen since the forward
+        return True
+    try:
+        return torch._C._will_engine_execute_node(get_gradient_edge(parameter).node)
+    except RuntimeError:  # torch.autograd.grad() returns the gradient
+        return False
 
 
 def _takes_part(weight: Tensor) -> bool:

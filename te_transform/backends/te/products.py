@@ -216,7 +216,8 @@ class _TEProduct(MatrixProduct):
 
         plain_tensors = (None if tensor is None else exact(tensor) for tensor in tensors)
         plainly = partial(self.plain, plain.product)
-        return self._watched(differentiable_twice(run, plainly, (x, *plain_tensors)), x, tensors)
+        out = differentiable_twice(run, plainly, (x, *plain_tensors))
+        return self._watched(out, x, tensors, gradients)
 
     def _in_fp8(
         self, kernel: Kernel, x: Tensor, tensors: Sequence[Tensor | None], gradients: GradientSums | None
@@ -228,7 +229,7 @@ class _TEProduct(MatrixProduct):
             return differentiable_once(kernel.run(x, given, gradients is not None, kernel.keeps), _ONCE)
 
         out = with_full_rows(run, x, multiple(FP8GlobalStateManager.get_fp8_recipe()))
-        return self._watched(out, x, tensors)
+        return self._watched(out, x, tensors, gradients)
 
     def _kernel_arguments(
         self,
@@ -259,9 +260,13 @@ class _TEProduct(MatrixProduct):
             arguments[index] = weight
         return arguments
 
-    def _watched(self, out: Out, x: Tensor, tensors: Sequence[Tensor | None]) -> Out:
+    def _watched(
+        self, out: Out, x: Tensor, tensors: Sequence[Tensor | None], gradients: GradientSums | None
+    ) -> Out:
         """Return a kernel's output, and the norm's output without a gradient if the norm has none."""
         first, *others = out if isinstance(out, tuple) else (out,)
+        if gradients is not None:
+            gradients.watch(first, self._weights(tensors))
         first = writable(first)
         for weight in self._weights(tensors):
             first = watched(first, weight)
