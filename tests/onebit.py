@@ -476,6 +476,41 @@ def resumed(folder: Path) -> dict[str, Any]:
     return found
 
 
+def rolled_back() -> dict[str, bool]:
+    """Return whether a run repeats its steps bitwise after its optimizer loads an earlier state."""
+    found = {}
+    for name, make in MAKES.items():
+        model = net()
+        optimizer = make(model.parameters())
+        ddp = wrapped(optimizer, model)
+        train(ddp, optimizer, range(1))  # the first backward of DDP sums in other buckets
+        for begin in (2, 5, 8, 15):
+            train(ddp, optimizer, range(begin))
+            weights, state = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+            train(ddp, optimizer, range(begin, begin + 7))
+            after = flat(model)
+            model.load_state_dict(weights)
+            optimizer.load_state_dict(state)
+            train(ddp, optimizer, range(begin, begin + 7))
+            found[f"{name} {begin}"] = torch.equal(after, flat(model))
+    return found
+
+
+def compiled() -> bool:
+    """Return whether torch.compile() of step() changes nothing."""
+    found = []
+    for compiles in (False, True):
+        model = net()
+        optimizer = MAKES["OneBitAdam"](model.parameters())
+        step = torch.compile(optimizer.step, backend="eager") if compiles else optimizer.step
+        for number in range(10):
+            model(batch(number)).backward()
+            step()
+            optimizer.zero_grad()
+        found.append(flat(model))
+    return torch.equal(*found)
+
+
 def loaded_from_rank_0(folder: Path) -> bool:
     """Load rank 0's own state on each rank; return True if this rank has its errors."""
     model = net()
@@ -561,7 +596,7 @@ def resumed_from_checkpoint(folder: Path) -> dict[str, tuple[bool, float]]:
 def everything(folder: Path) -> dict[str, Any]:
     """Return all of the above, of one group of processes."""
     works = exchanges, counted, warm_up, each_optimizer, plain_ways, without_register, scaled, refused
-    found = {work.__name__: work() for work in (*works, zero_one, small)}
+    found = {work.__name__: work() for work in (*works, zero_one, small, rolled_back, compiled)}
     here = folder / str(dist.get_world_size())
     if dist.get_rank() == 0:
         here.mkdir()

@@ -33,17 +33,17 @@ class Dropping(transformers.TrainerCallback):
     def __init__(self, schedule: training.LayerDropping) -> None:
         self.schedule = schedule
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Take the step of Trainer."""
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Take the step of Trainer, also the step of a checkpoint."""
         self.schedule.load_state_dict({**self.schedule.state_dict(), "steps": state.global_step})
 
 
-def trainer(folder: Path, name: str, drops: bool = False) -> transformers.Trainer:
+def trainer(folder: Path, name: str, drops: bool = False, **options: Any) -> transformers.Trainer:
     """Return a Trainer of ten steps of Llama that saves after five; it drops layers if asked."""
     model = converted_llama(2) if drops else llama(2)
     settings = transformers.TrainingArguments(
-        str(folder), max_steps=10, save_steps=5, eval_strategy="steps", eval_steps=4,
-        per_device_train_batch_size=2, use_cpu=True, report_to="none", disable_tqdm=True, weight_decay=0.1,
+        str(folder), max_steps=10, save_steps=5, eval_strategy="steps", per_device_train_batch_size=2,
+        use_cpu=True, report_to="none", disable_tqdm=True, weight_decay=0.1, **{"eval_steps": 4, **options},
     )  # fmt: skip
     rows = [{"input_ids": ids, "labels": ids} for ids in [*LLAMA_IDS] * 8]
     made = transformers.Trainer(
@@ -80,7 +80,35 @@ def by_trainer(folder: Path) -> dict[str, dict[str, Any]]:
         }
     dropped = trainer(folder / "dropped", "OneBitAdam", drops=True)
     dropped.train()
-    found["dropped"] = {"are_equal": are_equal(flat(dropped.model)), "losses": losses(dropped)}
+    again = trainer(folder / "dropped", "OneBitAdam", drops=True)
+    again.train(resume_from_checkpoint=str(folder / "dropped" / "checkpoint-5"))
+    found["dropped"] = {
+        "are_equal": are_equal(flat(dropped.model)),
+        "losses": losses(dropped),
+        "is_resumed": torch.equal(flat(dropped.model), flat(again.model)),
+    }
+    return found
+
+
+class Stopping(transformers.TrainerCallback):
+    """The end of training between two exchanges of local steps."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Stop after nine steps."""
+        control.should_training_stop = state.global_step == 9
+
+
+def best_of_trainer(folder: Path) -> dict[str, bool]:
+    """Return whether Trainer ends with the best model, by whether it stops before or after OneBitCallback."""
+    found = {}
+    for is_before in (True, False):
+        made = trainer(folder / str(is_before), "ZeroOneAdam", load_best_model_at_end=True, eval_steps=5)
+        ours = made.pop_callback(training.OneBitCallback)
+        for callback in (Stopping(), ours) if is_before else (ours, Stopping()):
+            made.add_callback(callback)
+        made.train()
+        best = type(made.model).from_pretrained(made.state.best_model_checkpoint)
+        found[str(is_before)] = torch.equal(flat(best), flat(made.model))
     return found
 
 
@@ -118,4 +146,8 @@ def by_accelerate() -> dict[str, Any]:
 def everything(folder: Path) -> dict[str, Any]:
     # Trainer loads optimizer.pt to args.device, which is "cpu:0" here: torch.load() knows "cpu" alone
     torch.serialization.register_package(5, lambda _: None, lambda s, place: s if place == "cpu:0" else None)
-    return {"accelerate": by_accelerate(), "trainer": by_trainer(folder)}
+    return {
+        "accelerate": by_accelerate(),
+        "trainer": by_trainer(folder),
+        "best": best_of_trainer(folder / "best"),
+    }

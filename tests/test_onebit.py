@@ -127,6 +127,15 @@ def test_a_rank_resumes_bitwise_from_its_own_state(found: Found) -> None:
         assert rank == dict.fromkeys(onebit.MAKES, True)
 
 
+def test_an_earlier_state_repeats_its_steps_bitwise(found: Found) -> None:
+    for rank in (each["rolled_back"] for each in found):
+        assert all(rank.values()), rank
+
+
+def test_a_compiled_step_changes_nothing(found: Found) -> None:
+    assert all(rank["compiled"] for rank in found)
+
+
 def test_another_number_of_ranks_resumes_with_all_errors(found: Found) -> None:
     for rank in (each["resumed"] for each in found):
         for name, result in rank.items():

@@ -34,6 +34,11 @@ def test_trainer_with_dropped_layers(found: list[dict[str, Any]]) -> None:
     for rank in (each["trainer"]["dropped"] for each in found):
         assert rank["are_equal"]
         assert rank["losses"][-1] < rank["losses"][0]
+        assert rank["is_resumed"]
+
+
+def test_trainer_ends_with_the_best_model(found: list[dict[str, Any]]) -> None:
+    assert all(rank["best"] == {"True": True, "False": True} for rank in found)
 
 
 def test_accelerate(found: list[dict[str, Any]]) -> None:

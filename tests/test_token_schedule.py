@@ -177,6 +177,8 @@ STATES: dict[str, Callable[[dict[str, Any]], Any]] = {
     "got one without tokens, start, steps, ticks, rates, scheduler": lambda state: None,
     "got one without rates; pass": lambda state: {name: state[name] for name in state if name != "rates"},
     "got one without tokens; pass": lambda state: state | {"tokens": "many"},
+    "got one without tokens, steps; pass": lambda state: state | {"tokens": -1, "steps": True},
+    "got one without rates;": lambda state: state | {"rates": ["0.1", "0.2"]},
     "expected the 1 parameter groups of the schedule, got an optimizer of 2": lambda state: (
         state | {"rates": [0.1]}
     ),

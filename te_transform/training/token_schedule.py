@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from te_transform.graph.keywords import suggests
+from te_transform.training.counts import is_count
 from te_transform.training.length_schedule import CurriculumError, check_count
 
 
@@ -19,7 +22,19 @@ class CountsTokens(Protocol):
         ...
 
 
-_STATE_TYPES = {"tokens": int, "start": int, "steps": int, "ticks": int, "rates": list, "scheduler": dict}
+def _are_rates(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(rate, (int, float)) for rate in value)
+
+
+_is_past = partial(is_count, least=0)
+_STATE_CHECKS: dict[str, Callable[[Any], bool]] = {
+    "tokens": _is_past,
+    "start": lambda value: isinstance(value, int),
+    "steps": _is_past,
+    "ticks": _is_past,
+    "rates": _are_rates,
+    "scheduler": lambda value: isinstance(value, dict),
+}
 
 
 class TokenSchedule(LRScheduler):
@@ -123,14 +138,14 @@ class TokenSchedule(LRScheduler):
             CurriculumError: the state does not come from a TokenSchedule, or from one of other groups.
         """
         known = state if isinstance(state, dict) else {}
-        if missing := [name for name, kind in _STATE_TYPES.items() if not isinstance(known.get(name), kind)]:
+        if missing := [name for name, is_valid in _STATE_CHECKS.items() if not is_valid(known.get(name))]:
             raise CurriculumError(
                 f"expected a state of TokenSchedule.state_dict(), got one without {', '.join(missing)}; pass "
                 "the state that was saved for the schedule"
             )
         self._check_groups(state["rates"])
         self.scheduler.load_state_dict(state["scheduler"])
-        self.tokens, self.start, self.steps, self.ticks, rates, _ = (state[name] for name in _STATE_TYPES)
+        self.tokens, self.start, self.steps, self.ticks, rates, _ = (state[name] for name in _STATE_CHECKS)
         self._rates = list(rates)
         self._set_rates()
 

@@ -117,8 +117,12 @@ class OneBitCallback(TrainerCallback):
             self._registered = model
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Share weights and errors among ranks before a save or an evaluation."""
-        if control.should_save or control.should_evaluate:
+        """Share weights and errors among ranks before a save, an evaluation or the end of training.
+
+        At the end of training, Trainer loads the best model, which a later exchange would overwrite.
+        """
+        is_last = control.should_training_stop or control.should_epoch_stop
+        if control.should_save or control.should_evaluate or is_last:
             self._optimizer().synchronize()
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -126,8 +130,9 @@ class OneBitCallback(TrainerCallback):
         self.on_step_end(args, state, control)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Share weights and errors among ranks, so that the model can be saved after train()."""
-        self._optimizer().synchronize()
+        """Share weights and errors among ranks, unless Trainer has loaded the best model."""
+        if not (args.load_best_model_at_end and state.best_model_checkpoint):
+            self._optimizer().synchronize()
 
     def _optimizer(self) -> OneBitOptimizer:
         given = self._trainer.optimizer

@@ -101,6 +101,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
         """True if the variance is frozen, and momenta are exchanged instead of gradients."""
         return self.param_groups[0]["frozen"]
 
+    @torch.compiler.disable  # dynamo would lose the attributes that a step sets, and the errors with them
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the weights. Every rank must call this equally often.

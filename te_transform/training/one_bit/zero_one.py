@@ -105,6 +105,7 @@ class ZeroOneAdam(OneBitAdam):
 
     def _update_variance(self, layout: FlatLayout, gradients: GradientsOf) -> None:
         """Update v, and rescale the errors to the new m / (sqrt(v) + eps)."""
+        before = None if self._exchange is None else self._denominator
         for group, own in zip(self.param_groups, layout.groups, strict=True):
             if present := [p for p in own if p in gradients]:
                 for state in (self.state[p] for p in present):
@@ -112,7 +113,7 @@ class ZeroOneAdam(OneBitAdam):
                 (variances,), given = self._views(present, "exp_avg_sq"), [gradients[p] for p in present]
                 torch._foreach_mul_(variances, group["betas"][1])
                 torch._foreach_addcmul_(variances, given, given, value=1 - group["betas"][1])
-        before, self._divisor = self._divisor, None
+        self._divisor = None
         if self._exchange is not None and before is not None:
             ratio = (before / self._denominator).nan_to_num_(nan=0.0, posinf=0.0)
             self._exchange.scale_errors(ratio)
