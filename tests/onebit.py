@@ -356,6 +356,12 @@ def refused() -> dict[str, str]:
             zero.step()
         except OneBitError as error:
             found["ZeRO"] = str(error)
+    model = net()
+    optimizer = OneBitAdam(model.parameters())
+    ddp = wrapped(optimizer, model)
+    with pytest.raises(OneBitError) as caught, ddp.join():
+        train(ddp, optimizer, range(1))
+    found["join"] = str(caught.value)
     torch.manual_seed(dist.get_rank())
     model = Net()
     optimizer = OneBitAdam(model.parameters())

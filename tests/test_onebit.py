@@ -119,6 +119,7 @@ def test_local_steps_decay_weights_as_adamw_and_follow_the_rate(found: Found) ->
 def test_differences_among_ranks_are_refused(found: Found) -> None:
     for rank in (each["refused"] for each in found):
         assert "leave out ZeroRedundancyOptimizer" in rank["ZeRO"]
+        assert rank["join"].startswith("expected ranks with equally many batches, got Distrib")
         assert rank["weights"].startswith("expected the same weights on every rank, got others")
 
 

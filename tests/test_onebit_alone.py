@@ -3,6 +3,7 @@
 import copy
 import pickle
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -152,6 +153,11 @@ def test_states_of_other_optimizers() -> None:
         OneBitAdam(own.parameters()).load_state_dict(other.state_dict())
 
 
+def with_group(state: dict[str, Any], **options: Any) -> dict[str, Any]:
+    """Return a state with other options of the parameter group."""
+    return state | {"param_groups": [state["param_groups"][0] | options]}
+
+
 STATES: dict[str, Callable[[dict[str, Any]], Any]] = {
     "expected a state of OneBitAdam with state and param_groups, got none": lambda state: {},
     "expected a state of OneBitAdam with state and param_groups, got NoneType": lambda state: None,
@@ -164,6 +170,16 @@ STATES: dict[str, Callable[[dict[str, Any]], Any]] = {
     r"a state of every trained parameter after the freeze, got none for shape \(5, 7\)": lambda state: (
         state | {"state": {index: state["state"][index] for index in (0, 1, 3)}}
     ),
+}
+
+
+STATES |= {
+    message: partial(with_group, **{name: value})
+    for message, name, value in (
+        ("expected lr >= 0, got -1.0", "lr", -1.0),
+        (r"expected betas in \[0, 1\), got None", "betas", None),
+        ("expected steps of 0 or more, got 'many'", "steps", "many"),
+    )
 }
 
 

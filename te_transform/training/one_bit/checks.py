@@ -23,11 +23,12 @@ class OneBitError(RuntimeError):
 def check_options(group: dict[str, Any]) -> None:
     """Raise OneBitError if an option of a parameter group is out of range."""
     for name in ("lr", "eps", "weight_decay"):
-        if not _number(group[name]) >= 0:
-            raise OneBitError(f"expected {name} >= 0, got {group[name]!r}; pass a number from 0 on")
-    betas = group["betas"] if isinstance(group["betas"], (tuple, list)) else ()
+        if not _number(group.get(name)) >= 0:
+            raise OneBitError(f"expected {name} >= 0, got {group.get(name)!r}; pass a number from 0 on")
+    given = group.get("betas")
+    betas = given if isinstance(given, (tuple, list)) else ()
     if len(betas) != 2 or not all(0 <= _number(beta) < 1 for beta in betas):
-        raise OneBitError(f"expected betas in [0, 1), got {group['betas']!r}; pass two such numbers")
+        raise OneBitError(f"expected betas in [0, 1), got {given!r}; pass two such numbers")
 
 
 def _number(value: Any) -> float:
@@ -42,6 +43,13 @@ def check_steps(name: str, steps: Any) -> None:
     """Raise OneBitError unless `steps` is a positive integer."""
     if not is_count(steps):
         raise OneBitError(f"expected {name} to be a number of steps >= 1, got {steps!r}; pass an integer")
+
+
+def check_saved(group: dict[str, Any]) -> None:
+    """Raise OneBitError if a parameter group of a state has an option or a number out of range."""
+    check_options(group)
+    if not is_count(steps := group.get("steps"), least=0):
+        raise OneBitError(f"expected steps of 0 or more, got {steps!r}; load what state_dict() returned")
 
 
 def check_distinct(parameters: list[Tensor]) -> None:
@@ -123,9 +131,19 @@ def check_ddp(model: Any, parameters: set[nn.Parameter], group: dist.ProcessGrou
         )
 
 
-def check_reduced(parameters: list[nn.Parameter], reduced: set[nn.Parameter] | None) -> None:
+def check_not_joined(model: Any) -> None:
+    """Raise OneBitError if DDP runs in join(): ranks without batches would not call step()."""
+    if model is not None and model._join_config.enable:
+        raise OneBitError(
+            "expected ranks with equally many batches, got DistributedDataParallel.join(), in which a rank "
+            "without batches takes no step, and the others wait for it; give each rank as many batches "
+            "(drop_last=True), or use torch.optim.AdamW"
+        )
+
+
+def check_reduced(parameters: list[nn.Parameter], reduced: set[nn.Parameter]) -> None:
     """Raise OneBitError if DDP does not average a trained parameter, because register() came before."""
-    if reduced is not None and (late := set(parameters) - reduced):
+    if late := set(parameters) - reduced:
         raise OneBitError(
             f"expected the parameters that trained at register(), got {len(late)} more, whose gradients "
             "DistributedDataParallel does not average; unfreeze before the model is wrapped in it"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -38,7 +39,8 @@ class OneBitOptimizer(torch.optim.Optimizer):
         self.process_group = checks.process_group(process_group)
         self._layout: FlatLayout | None = None
         self._flat: dict[str, Tensor] = {}
-        self._reduced: set[nn.Parameter] | None = None  # the parameters of the registered DDP
+        # DDP and its parameters. DDP refers to this optimizer where the garbage collector sees no cycle
+        self._registered: tuple[weakref.ref[nn.Module], set[nn.Parameter]] | None = None
         self._exchange: CompressedMean | None = None
         self._shared_errors: tuple[Tensor, Tensor] | None = None  # of all ranks, from synchronize() to step()
         self.hook_ran = False  # True if our hook has averaged gradients since the last step
@@ -57,7 +59,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
                 "expected all parameters before the first step, got a group after it, which the flat buffers "
                 "have no room for; make a new optimizer"
             )
-        if self._reduced is not None:
+        if self._registered is not None:
             raise OneBitError(
                 "expected all parameters before register(), got a group after it, whose gradients "
                 "DistributedDataParallel may not average; add the group before"
@@ -84,7 +86,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
         trained = {p for p in self._parameters() if p.requires_grad}
         checks.check_ddp(ddp_model, trained, self.process_group)
         ddp_model.register_comm_hook(self, hook.reduce)
-        self._reduced = trained
+        self._registered = weakref.ref(ddp_model), trained
 
     @property
     def needs_averaged_gradients(self) -> bool:
@@ -114,8 +116,10 @@ class OneBitOptimizer(torch.optim.Optimizer):
 
         Raises:
             OneBitError: at the first step, the ranks hold different parameters or weights; later, a parameter
-                has a gradient that was frozen at the first step.
+                has a gradient that was frozen at the first step. The registered DDP runs in join().
         """
+        if self._registered is not None:
+            checks.check_not_joined(self._registered[0]())
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -147,7 +151,8 @@ class OneBitOptimizer(torch.optim.Optimizer):
         if self._layout is None:
             groups = [[p for p in group["params"] if p.requires_grad] for group in self.param_groups]
             checks.check_devices([p for group in groups for p in group])
-            checks.check_reduced([p for group in groups for p in group], self._reduced)
+            if self._registered is not None:
+                checks.check_reduced([p for group in groups for p in group], self._registered[1])
             self._layout = FlatLayout(groups, dist.get_world_size(self.process_group))
         return self._layout
 
@@ -299,6 +304,8 @@ class OneBitOptimizer(torch.optim.Optimizer):
             OneBitError: the state belongs to another optimizer, or to other parameters.
         """
         saved.check(state_dict, {*self._buffers, *self._scalars}, type(self).__name__)
+        for group in state_dict["param_groups"]:
+            checks.check_saved(group)
         states = saved.by_parameter(state_dict, self._parameters())
         is_frozen = any(group["frozen"] for group in state_dict["param_groups"])
         needed = [p for p in self._parameters() if p.requires_grad and is_frozen]
