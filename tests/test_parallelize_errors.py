@@ -179,6 +179,19 @@ def test_a_model_that_is_divided(process_group: None) -> None:
     assert torch.allclose(whole(x), expected, atol=1e-5)
 
 
+def test_an_optimizer_made_before_raises_in_its_step(process_group: None) -> None:
+    model, x = converted(), sample()
+    early = torch.optim.AdamW(model.parameters())
+    te_transform.parallelize(model, mesh(1), x)
+    late, before = torch.optim.AdamW(model.parameters()), [p.to_local().clone() for p in model.parameters()]
+    model(x).sum().backward()
+    with pytest.raises(ParallelError, match="make the optimizer after parallelize"):
+        early.step()
+    late.step()
+    after = [p.to_local() for p in model.parameters()]
+    assert not any(map(torch.equal, before, after))
+
+
 def test_ranks_of_a_divided_model_choose_no_product_by_its_time(
     process_group: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

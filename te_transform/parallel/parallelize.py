@@ -31,6 +31,7 @@ from te_transform.graph.preserve import preserved
 from te_transform.parallel.collectives import Ranks, Shards
 from te_transform.parallel.divided import Parallel, ParallelError
 from te_transform.parallel.layout import Place, ShardLayout, lay_out
+from te_transform.parallel.stale_optimizers import note_replaced
 from te_transform.plan.model import wrapped_by
 from te_transform.plan.options import IN_CUDA_GRAPHS, OptionError, Options, check_skip, globs_of
 
@@ -55,8 +56,8 @@ def parallelize(
     decide what is divided, not names.
 
     Every parameter becomes a DTensor on the mesh, under its name, with the values of the mesh's first rank.
-    Make the optimizer, and apply fully_shard(), afterwards. All ranks of the mesh must get the same inputs.
-    They return the same outputs.
+    Make the optimizer, and apply fully_shard(), afterwards: an earlier optimizer raises in its step. All
+    ranks of the mesh must get the same inputs. They return the same outputs.
 
     Args:
         converted: a model from te_transform.convert(); it is changed in place.
@@ -83,6 +84,7 @@ def parallelize(
     )
     _check_found(converted, layout, ranks)
     parallel = Parallel(ranks, sequence_parallel, tuple(layout.places), forms)
+    replaced = dict(converted.named_parameters())
     with _keeping_scales(converted, state.precision, ranks) as load_scales:
         before = _floating_outputs(converted, sample, ranks)
         with parallel.distributed(converted, layout.shards):
@@ -94,6 +96,8 @@ def parallelize(
             except BaseException:
                 state.divide(None)
                 raise
+    note_replaced(replaced)
+    del replaced  # the whole parameters are freed
     state.make_adjacent(converted)
     alike_on_ranks.__enter__()  # for the rest of the process: a backward may come at any time
     return converted
