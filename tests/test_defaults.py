@@ -38,6 +38,9 @@ def under(dtype: torch.dtype, device: str | None) -> Iterator[None]:
         yield
     finally:
         torch.set_default_dtype(before)
+        # a checkpoint that repeats a forward enters the context again, which then restores itself
+        if (context := torch._GLOBAL_DEVICE_CONTEXT.device_context) is not None:
+            context.prev_mode = None
         torch.set_default_device(None)
 
 
