@@ -15,12 +15,9 @@ import argparse
 import copy
 import json
 import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).parent.parent))  # to import the model of the tests
 
 import torch
 from command_line import json_file, output_file, positive

@@ -29,8 +29,6 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))  # to import the model and the text
-
 import torch
 import torch.distributed as dist
 from command_line import json_file

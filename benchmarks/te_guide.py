@@ -34,8 +34,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent))  # to import the layer of the tests
-
 import torch
 import torch.distributed as dist
 from command_line import output_file, positive
