@@ -60,7 +60,7 @@ class ModuleRole:
     runner: Carrier
     kind: Role
     skipped: frozenset[str] = frozenset()  # paths in a block that skip= leaves alone
-    has_run: bool = False  # True after a call of the module outside of backwards
+    has_run: bool = False  # True after the block ran captured outside of a backward
 
     @property
     def is_root(self) -> bool:
