@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 from torch import Tensor, nn
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.models.llama import modeling_llama
 
 import te_transform
@@ -151,6 +152,20 @@ def test_attention_that_is_set_to_look_ahead() -> None:
     pair.attack(
         lambda model: set_all(model, modeling_llama.LlamaAttention, is_causal=True), called(use_cache=False)
     )
+
+
+def test_attention_that_looks_ahead_gets_its_mask_by_name() -> None:
+    """As a function that a user registers passes it."""
+
+    def by_name(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **how: Any) -> Any:
+        return sdpa_attention_forward(module, query, key, value, attention_mask=mask, **how)
+
+    model = llama().eval()
+    look_ahead(model)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setitem(transformers.AttentionInterface._global_mapping, "sdpa", by_name)
+        converted = te_transform.convert(model, (IDS,), verify=False)
+        assert torch.allclose(logits(converted, IDS), logits(model, IDS), atol=1e-6)
 
 
 @pytest.mark.parametrize("verify", [False, True])

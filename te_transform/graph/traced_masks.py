@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from inspect import signature
 from types import CodeType
 from typing import Any
@@ -52,8 +53,8 @@ class _MaskFunction(UserFunctionVariable):
     def call_function(self, tx: Any, args: Any, kwargs: Any) -> Any:
         trace = super().call_function
         mask = trace(tx, args, kwargs)
-        given = dict(zip(signature(self.fn).parameters, args, strict=False)) | kwargs
-        if isinstance(mask, TensorVariable) and not any(map(_needs_mask, given.items())):
+        given = _by_name(self, args, kwargs).items()
+        if isinstance(mask, TensorVariable) and not any(map(_needs_mask, given)):
             mask.as_proxy().node.meta[_OF_CAPTURE] = True
         return mask
 
@@ -74,13 +75,21 @@ class _AttentionFunction(UserFunctionVariable):
     """The function that calls scaled_dot_product_attention."""
 
     def call_function(self, tx: Any, args: Any, kwargs: Any) -> Any:
-        module, mask = args[0].realize(), args[4].realize() if len(args) > 4 else None
+        given = _by_name(self, args, kwargs)
+        mask, nothing = given["attention_mask"].realize(), ConstantVariable.create(None)
         if isinstance(mask, TensorVariable) and _is_of_capture(mask.as_proxy().node):
-            told = kwargs.get("is_causal", ConstantVariable.create(None)).as_python_constant()
-            if not (_guarded(tx, module, "is_causal", True) if told is None else told):
+            told = given.get("is_causal", nothing).as_python_constant()
+            if not (_guarded(tx, given["module"].realize(), "is_causal", True) if told is None else told):
                 leave_forward_to_user(_LOOKS_AHEAD)
         trace = super().call_function
         return trace(tx, args, kwargs)
+
+
+def _by_name(
+    function: UserFunctionVariable, args: Sequence[VariableTracker], kwargs: dict[str, VariableTracker]
+) -> dict[str, VariableTracker]:
+    """Return the arguments of a call by name."""
+    return dict(zip(signature(function.fn).parameters, args, strict=False)) | kwargs
 
 
 def _guarded(tx: Any, owner: Any, name: str, default: Any) -> Any:
