@@ -9,10 +9,10 @@ from te_transform.graph import ops
 from te_transform.graph.nodes import (
     computed_from,
     dtype_of,
+    has_gradient,
     is_bias,
     is_number,
     is_tensor_node,
-    value,
     without_gradients,
 )
 from te_transform.graph.pattern import Call, OneOf
@@ -67,7 +67,7 @@ def _is_learned(mask: fx.Node) -> bool:
     """
     without = without_gradients(mask.graph)
     sources = computed_from([mask], lambda node: node in without or _stops_gradients(node))
-    return any(is_tensor_node(node) and value(node).requires_grad for node in sources)
+    return any(map(has_gradient, sources))
 
 
 def _stops_gradients(node: fx.Node) -> bool:

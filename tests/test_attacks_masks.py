@@ -324,6 +324,21 @@ def test_a_bias_under_which_every_query_sees_a_key_goes_to_kernels(name: str) ->
     assert "aten::scaled_dot_product_attention" in {event.name for event in profile.events()}
 
 
+@pytest.mark.parametrize("name", MASKS)
+def test_a_frozen_model_runs_the_kernels_of_a_call_without_gradients(name: str) -> None:
+    """Kernels whose gradients would be wrong are right if no input of attention needs one."""
+    model = te_transform.convert(model_of(*MASKS[name]).requires_grad_(False), (X,))
+    operations, found = [], []
+    for recording in (True, False):
+        with torch.set_grad_enabled(recording):
+            model(X)  # is captured
+            with torch.profiler.profile() as profile:
+                found.append(model(X))
+        operations.append(sorted(event.name for event in profile.events() if event.name.startswith("aten::")))
+    assert operations[0] == operations[1]
+    torch.testing.assert_close(*found, rtol=0, atol=0, equal_nan=True)
+
+
 def counted_looks(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     """Return the list to which each classified mask is added."""
     looks: list[Tensor] = []

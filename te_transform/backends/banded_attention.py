@@ -13,6 +13,7 @@ from torch import Tensor
 
 from te_transform.backends.bands import Band
 from te_transform.backends.library import define_operator, registered_ops
+from te_transform.backends.tracing import needs_gradient
 
 OPEN = -1  # a side on which the band is unlimited
 
@@ -104,8 +105,7 @@ def attended(
     """
     before, after = (OPEN if end is None else end for end in (band.before, band.after))
     arguments = (query, key, value, sinks, ends, band.longest, before, after, scale, packed)
-    given = (part for part in arguments[:4] if part is not None)
-    if torch.is_grad_enabled() and any(part.requires_grad for part in given):
+    if needs_gradient(*arguments[:4]):
         return Attended.apply(*arguments)
     parts = [part.transpose(1, 2).contiguous() for part in arguments[:3]]
     out, sums, _ = registered_ops.attend(*parts, *arguments[4:], sinks is not None)

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
 from te_transform.backends.limits import autocast_dtype
-from te_transform.backends.tracing import batches_gradients
+from te_transform.backends.tracing import batches_gradients, needs_gradient
 
 OptionalGradients = tuple[Tensor | None, ...]
 Out = Tensor | tuple[Tensor, ...]
@@ -42,7 +42,7 @@ def differentiable_twice(
     """
     indices = [index for index, given in enumerate(arguments) if isinstance(given, Tensor)]
     tensors = [arguments[index] for index in indices]
-    if not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)):
+    if not needs_gradient(*tensors):
         return kernel(*arguments)
     call = _PlainCall(plain, arguments, indices, linear)
     out = kernel(*call.arguments_with(_Gate.apply(call, *tensors)))

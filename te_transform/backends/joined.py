@@ -22,7 +22,7 @@ from te_transform.backends.op import GraphOp
 from te_transform.backends.storages import is_sole_owner
 from te_transform.backends.tensor_registry import TensorRegistry
 from te_transform.backends.tensor_version import version_of
-from te_transform.backends.tracing import compiling, recorded, transformed
+from te_transform.backends.tracing import compiling, needs_gradient, recorded, transformed
 from te_transform.graph import ops
 
 
@@ -194,7 +194,7 @@ class Join(GraphOp):
             if not has_zeros:
                 self._note(parameters, tensors)
             buffer = ops.join(*(part.detach() if isinstance(part, Tensor) else part for part in parts))
-        if torch.is_grad_enabled() and any(parameter.requires_grad for parameter in parameters):
+        if needs_gradient(*parameters):
             return _join_buffer(buffer, Origin(parameters=tensors, parts=parts))
         joined = buffer.detach()
         _ORIGINS.set(joined, Origin(parameters=tensors))

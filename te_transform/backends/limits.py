@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from te_transform.backends.bands import PLANNED_LENGTHS, Band
-from te_transform.backends.tracing import compiling, recorded
+from te_transform.backends.tracing import compiling, needs_gradient, recorded
 from te_transform.graph.nodes import dtype_name
 
 DEVICE = "cuda"  # the device type of kernels
@@ -261,8 +261,7 @@ def _is_right_packed(*parts: Tensor) -> bool:
 
     With wide heads, the gradients are wrong (cuDNN 9.14).
     """
-    trained = torch.is_grad_enabled() and any(part.requires_grad for part in parts)
-    return not trained or max(part.shape[-1] for part in parts) <= MOST_PACKED_WIDTH
+    return not needs_gradient(*parts) or max(part.shape[-1] for part in parts) <= MOST_PACKED_WIDTH
 
 
 def has_odd_lengths(query: Tensor, key: Tensor) -> bool:

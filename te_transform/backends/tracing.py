@@ -36,6 +36,11 @@ def check_index(is_known: Tensor, message: str) -> None:
         raise IndexError(message)
 
 
+def needs_gradient(*tensors: Tensor | None) -> bool:
+    """Return True if autograd records operations on these tensors."""
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+
+
 def recorded() -> bool:
     """Return True if a CUDA graph is recording the call."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()

@@ -28,6 +28,7 @@ from te_transform.graph.nodes import (
     called,
     dtype_of,
     goes_into_products,
+    has_gradient,
     is_batched,
     is_bias,
     is_foreign,
@@ -147,7 +148,7 @@ def _is_asked_for(site: Site, mask: Tensor) -> bool:
     every query sees a key, and so is the forward beside a fill with a number that the bias does not contain.
     """
     fill, hidden = site.node.args[9:11]
-    is_trained = value(site.node.args[0]).requires_grad and site.fused.written_out
+    is_trained = site.fused.written_out and any(map(has_gradient, site.node.all_input_nodes))
     is_filled = hidden is not None and fill not in (None, -math.inf)
     return not is_bias(mask) or is_trained or is_filled
 
@@ -199,9 +200,7 @@ class _Masks:
         pure = calls and not any(is_random(n) or is_batched(n) or is_foreign(n) for n in inside)
         if self.in_modes and any(map(varies_by_autocast, inside)):
             return False
-        learned = any(is_parameter(node) for node in inputs) or any(
-            is_tensor_node(node) and node.meta["example_value"].requires_grad for node in (*inputs, *inside)
-        )
+        learned = any(map(is_parameter, inputs)) or any(map(has_gradient, (*inputs, *inside)))
         return pure and not learned and not self.written & {node.name for node in (*inputs, *inside)}
 
 

@@ -23,7 +23,7 @@ from te_transform.execution.call_sizes import symbols_of, tensor_in_call
 from te_transform.execution.graph_version import GraphVersion
 from te_transform.execution.lower import lower
 from te_transform.graph import edit
-from te_transform.graph.nodes import called, is_tensor_node, value
+from te_transform.graph.nodes import called, has_gradient, value
 from te_transform.plan.match import Site
 
 # ops that a compiler fuses without help: all ops but attention; ops of a user's own rules stay
@@ -220,5 +220,5 @@ class Specialized:
 
 def _trained_products(site: Site, call: fx.Node) -> list[bool]:
     """Return True for each product whose output needs a gradient when gradients are recorded."""
-    needed = [is_tensor_node(argument) and value(argument).requires_grad for argument in call.args]
+    needed = [has_gradient(argument) for argument in call.args]
     return site.fused.trained_products(needed)

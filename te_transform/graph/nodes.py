@@ -64,6 +64,11 @@ def is_tensor_node(node: Any) -> bool:
     return isinstance(value(node), torch.Tensor)
 
 
+def has_gradient(node: Any) -> bool:
+    """Return True if the value of the node is a tensor that needs a gradient."""
+    return is_tensor_node(node) and value(node).requires_grad
+
+
 def shape_of(node: fx.Node) -> torch.Size:
     return value(node).shape
 

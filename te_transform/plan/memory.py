@@ -24,6 +24,7 @@ from te_transform.graph import ops
 from te_transform.graph.nodes import (
     bytes_of,
     dtype_of,
+    has_gradient,
     is_model_tensor,
     is_parameter,
     is_tensor_node,
@@ -229,7 +230,7 @@ def _operations_with_gradient(graph: fx.Graph) -> list[fx.Node]:
     """Return the operations that a gradient flows through."""
     operations: dict[fx.Node, None] = {}
     for node in graph.nodes:
-        starts = node.op == "placeholder" and is_tensor_node(node) and value(node).requires_grad
+        starts = node.op == "placeholder" and has_gradient(node)
         if starts or any(source in operations for source in node.all_input_nodes):
             operations[node] = None
     return [node for node in operations if node.op not in ("placeholder", "output") and not _is_weight(node)]

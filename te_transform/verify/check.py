@@ -19,7 +19,7 @@ from te_transform.execution.captured_graph import CapturedGraph
 from te_transform.execution.lower import lower, reference
 from te_transform.graph.errors import in_full
 from te_transform.graph.inputs import Inputs
-from te_transform.graph.nodes import called, is_parameter, name_in_model, path_of, value
+from te_transform.graph.nodes import called, has_gradient, is_parameter, name_in_model, path_of, value
 from te_transform.graph.preserve import hidden_from_checkpoints, same_random
 from te_transform.graph.structure import structure
 from te_transform.plan.match import Plan, Site
@@ -118,8 +118,7 @@ class _Pair:
         select kernels.
         """
         inputs = (
-            (_node_properties(n), "" if is_parameter(n) or _value_needs_gradient(n) else n.name)
-            for n in self.inputs
+            (_node_properties(n), "" if is_parameter(n) or has_gradient(n) else n.name) for n in self.inputs
         )
         return structure(self.fused), structure(self.reference), tuple(inputs)
 
@@ -147,7 +146,7 @@ class _Pair:
         given = []
         for node in self.inputs:
             if not isinstance(values[node.name], nn.Parameter):
-                is_trained = _value_needs_gradient(node)
+                is_trained = has_gradient(node)
                 given.append(values[node.name].detach().requires_grad_() if is_trained else values[node.name])
         return Inputs(tuple(given))
 
@@ -172,10 +171,6 @@ class _Pair:
             return dict(zip(paths, module(*arguments), strict=True))
 
         return Subject(call, lambda: names, partial(in_double, module) if double else nullcontext)
-
-
-def _value_needs_gradient(node: fx.Node) -> bool:
-    return isinstance(value(node), Tensor) and value(node).requires_grad
 
 
 def _node_properties(node: fx.Node) -> Any:

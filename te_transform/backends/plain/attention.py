@@ -17,7 +17,7 @@ from te_transform.backends.bands import Banded, Seeing, tensor_of
 from te_transform.backends.double_backward import differentiable_twice
 from te_transform.backends.op import FusedOp
 from te_transform.backends.plain.products import product_in_fp32
-from te_transform.backends.tracing import compiling, recorded, traced, transformed
+from te_transform.backends.tracing import compiling, needs_gradient, recorded, traced, transformed
 from te_transform.graph import ops
 from te_transform.graph.bound import F
 
@@ -85,11 +85,12 @@ class DotProductAttention(FusedOp):
         rest = (dropout_p, is_causal, scale, enable_gqa)
         if sinks is not None:
             return self.beside_sinks(query, key, value, sinks, mask, *rest)
-        if _fill_matters(query, key, scale, fill, filled, is_known):
-            return self._in_ops(query, key, value, mask, *rest, fill=fill, filled=filled)
-        if self.written_out and (transformed() or _is_unsupported(query, key, mask)):
-            return self._in_ops(query, key, value, mask, *rest)
         numbers = tensor_of(mask)
+        is_trained = needs_gradient(query, key, value, numbers)
+        if _fill_matters(query, key, scale, fill, filled, is_known, is_trained):
+            return self._in_ops(query, key, value, mask, *rest, fill=fill, filled=filled)
+        if self.written_out and (transformed() or _is_unsupported(query, key, mask, is_trained)):
+            return self._in_ops(query, key, value, mask, *rest)
         if transformed():  # here, rows that see no key are zero, and have no gradient
             return ops.sdpa(query, key, value, numbers, *rest)
         if not (self.written_out or traced()) and mask is numbers and self.too_small(query, key, numbers):
@@ -140,7 +141,7 @@ class DotProductAttention(FusedOp):
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, how: Sequence[Any]
     ) -> Tensor:
         dropout_p, is_causal, scale = how[:3]
-        others = dropout_p or is_causal or torch.is_grad_enabled()
+        others = dropout_p or is_causal or needs_gradient(query, key, value, mask)
         if mask is not None and query.dim() == 4 and not others and limits.written_out(query, key):
             return _in_two_products(query, key, value, mask, scale)
         with _math_enabled() if self.written_out else nullcontext():
@@ -150,7 +151,7 @@ class DotProductAttention(FusedOp):
         return out
 
 
-def _is_unsupported(query: Tensor, key: Tensor, given: Given) -> bool:
+def _is_unsupported(query: Tensor, key: Tensor, given: Given, is_trained: bool) -> bool:
     """Return True if PyTorch's attention would be wrong, or would refuse the mask.
 
     It has these limits:
@@ -167,11 +168,17 @@ def _is_unsupported(query: Tensor, key: Tensor, given: Given) -> bool:
         return False
     cast = limits.autocast_dtype(query)
     is_other = mask.dtype is not (cast or query.dtype) and (mask.is_cuda or cast is not None)
-    return is_other or (torch.is_grad_enabled() and not isinstance(given, Seeing))
+    return is_other or (is_trained and not isinstance(given, Seeing))
 
 
 def _fill_matters(
-    query: Tensor, key: Tensor, scale: float | None, fill: float | None, filled: Tensor | None, is_known: bool
+    query: Tensor,
+    key: Tensor,
+    scale: float | None,
+    fill: float | None,
+    filled: Tensor | None,
+    is_known: bool,
+    is_trained: bool,
 ) -> bool:
     """Return True if the finite score of masked keys may affect the result.
 
@@ -181,7 +188,7 @@ def _fill_matters(
     if filled is None:
         return fill is not None and fill > LOW and _may_reach(query, key, scale, fill)
     if fill in (None, -torch.inf):  # the mask contains the score, and the forward of kernels is correct
-        return not is_known and torch.is_grad_enabled()
+        return not is_known and is_trained
     return not is_known or fill > LOW
 
 

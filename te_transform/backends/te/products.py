@@ -38,7 +38,14 @@ from te_transform.backends.te.recipes import (
     scaling_of,
 )
 from te_transform.backends.tensor_version import writable
-from te_transform.backends.tracing import in_backward, recorded, saving_hooks, traced, transformed
+from te_transform.backends.tracing import (
+    in_backward,
+    needs_gradient,
+    recorded,
+    saving_hooks,
+    traced,
+    transformed,
+)
 
 
 class _TEProduct(MatrixProduct):
@@ -168,7 +175,7 @@ class _TEProduct(MatrixProduct):
         return None if call is None else kernel.state_again(call)
 
     def _trained(self, *arguments: Tensor | None) -> list[bool]:
-        return self.trained_products([_needs_gradient(argument) for argument in arguments])
+        return self.trained_products([needs_gradient(argument) for argument in arguments])
 
     def _has_scales(
         self, kernel: Kernel, recipe: Any, weights: Sequence[Tensor], trained: Sequence[bool]
@@ -197,7 +204,7 @@ class _TEProduct(MatrixProduct):
             return self.plain(kernel.seen.product(), x, *tensors)
 
         is_first = all(amax.input is None for amax in kernel.seen.products)
-        keeps_more = self.PRODUCTS != plain.Linear.PRODUCTS and _needs_gradient(x, *tensors)
+        keeps_more = self.PRODUCTS != plain.Linear.PRODUCTS and needs_gradient(x, *tensors)
         if not (is_first and keeps_more) or saving_hooks() is not None:
             return compute(x, *tensors)
         return checkpoint(compute, x, *tensors, use_reentrant=False, preserve_rng_state=False)
@@ -270,7 +277,7 @@ class _TEProduct(MatrixProduct):
         first = writable(first)
         for weight in self._weights(tensors):
             first = watched(first, weight)
-        if not _needs_gradient(x, *tensors[: self.PRODUCTS[0] - 1]):  # autograd marks all outputs of a kernel
+        if not needs_gradient(x, *tensors[: self.PRODUCTS[0] - 1]):  # autograd marks all outputs of a kernel
             others = [norm.detach() if norm.requires_grad else norm for norm in others]
         return (first, *others) if others else first
 
@@ -300,10 +307,6 @@ def _slice_of(weight: Tensor) -> tuple[Any, ...]:
 def _may_be_repeated() -> bool:
     """Return True if a checkpoint may repeat the call; a reentrant one runs it without gradients."""
     return (saving_hooks() or not (torch.is_grad_enabled() or is_evaluating())) and not in_backward()
-
-
-def _needs_gradient(*tensors: Tensor | None) -> bool:
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
 _CALIBRATING = "a first call in FP8, from which delayed scaling takes its scales"
