@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from rich.console import Console
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 import te_transform
@@ -35,53 +34,11 @@ from te_transform.profile.tree import ops_of
 from te_transform.profile.trials import Replacement, Replacements
 from tests import ranks
 from tests.bitwise import untouched
+from tests.models.profiled import Attention, Block
 from tests.zoo import seeded
 
 WIDTH, LENGTH = 16, 8
 X = torch.randn(2, LENGTH, WIDTH, generator=torch.Generator().manual_seed(0))
-
-
-class Attention(nn.Module):
-    """Attention in several spellings."""
-
-    def __init__(self, spelled: str = "fused") -> None:
-        super().__init__()
-        self.qkv, self.out, self.spelled = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH), spelled
-
-    def forward(self, x: Tensor) -> Tensor:
-        heads = (each.unflatten(-1, (2, -1)).transpose(1, 2) for each in self.qkv(x).chunk(3, -1))
-        return self.out(self.attend(*heads).transpose(1, 2).flatten(2))
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        causal = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
-        if self.spelled == "written out":
-            scores = (q @ k.transpose(-2, -1) / 3).masked_fill(~causal, -torch.inf)
-            return F.softmax(scores, -1) @ v
-        if self.spelled == "dropout":
-            return F.dropout(F.softmax(q @ k.transpose(-2, -1), -1), 0.1) @ v
-        if self.spelled == "no dropout":
-            return F.dropout(F.softmax(q @ k.transpose(-2, -1), -1), 0.0) @ v
-        if self.spelled == "math":
-            with sdpa_kernel(SDPBackend.MATH):
-                return F.scaled_dot_product_attention(q, k, v)
-        low = torch.zeros(causal.shape).masked_fill(~causal, -1e9)
-        masks = {
-            "causal mask": causal,
-            "causal mask of -1e9": low,
-            "full mask": torch.ones_like(causal),
-            "other mask": causal.flip(-1),
-        }
-        return F.scaled_dot_product_attention(q, k, v, masks.get(self.spelled))
-
-
-class Block(nn.Module):
-    def __init__(self, attention: nn.Module) -> None:
-        super().__init__()
-        self.norm, self.attention, self.mlp = nn.LayerNorm(WIDTH), attention, nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(self.norm(x))
-        return x + F.gelu(self.mlp(x))
 
 
 def model(spelled: str = "fused", layers: int = 2) -> nn.Module:
