@@ -337,6 +337,21 @@ class Sliced(nn.Module):
         return self.block(x[:, : number - 1] * number.item())
 
 
+class Exportable(Block):
+    """A block that computes something else when it is exported, as models that call kernels do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(-x if torch.compiler.is_exporting() else x)
+
+
+def test_a_capture_is_no_export() -> None:
+    model = seeded(Exportable)
+    converted = te_transform.convert(copy.deepcopy(model), (X,), verify=False)
+    assert te_transform.report(converted).breaks == ()
+    assert_close(converted(X), model(X))
+    assert_close(torch.export.export(converted, (X,)).module()(X), model(-X))
+
+
 def test_a_number_of_a_tensor_made_of_a_number_ends_no_graph() -> None:
     model = seeded(Sliced)
     fused = converted(model, X[:, :3])

@@ -34,7 +34,11 @@ _METHODS = ("forward", "_sa_block", "_mha_block", "_ff_block")  # encoder layers
 def traceable_forms() -> Iterator[None]:
     """Register the traceable forms with dynamo in this context; other compilations keep PyTorch's own."""
     rules, compare = trace_rules.get_torch_obj_rule_map(), symbolic_convert.compare_op_handlers
-    own = {transformer._detect_is_causal_mask: _CausalMask, warnings.warn: _Warning}
+    own = {
+        transformer._detect_is_causal_mask: _CausalMask,
+        warnings.warn: _Warning,
+        torch.compiler.is_exporting: _Exporting,
+    }
     forms = own | forms_of_transformers()
     before, less = {key: rules[key] for key in forms if key in rules}, compare["<"]
     try:
@@ -116,6 +120,16 @@ class _Warning(DebuggingVariable):
             return ends_the_graph(tx, args, kwargs)
         tx.output.root_tx.debug_locals.append((self, said))
         return ConstantVariable.create(None)
+
+
+class _Exporting(UserFunctionVariable):
+    """torch.compiler.is_exporting(), which PyTorch 2.11 folds to True whenever dynamo traces.
+
+    Models call slow operations instead of their kernels when they are exported.
+    """
+
+    def call_function(self, tx: Any, args: Any, kwargs: Any) -> Any:
+        return ConstantVariable.create(torch.compiler.is_exporting())
 
 
 def _python_value(variable: Any, unknown: Any = None) -> Any:
