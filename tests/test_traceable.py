@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo import symbolic_convert, trace_rules
+from torch._higher_order_ops.associative_scan import associative_scan
 from torch.testing import assert_close
 from transformers import Wav2Vec2Config, Wav2Vec2Model
 
@@ -350,6 +351,30 @@ def test_a_capture_is_no_export() -> None:
     assert te_transform.report(converted).breaks == ()
     assert_close(converted(X), model(X))
     assert_close(torch.export.export(converted, (X,)).module()(X), model(-X))
+
+
+class Scanned(Block):
+    """A block whose residual is a running product, by a scan for GPUs when it is traced, as in Mamba."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x)
+        if not torch.compiler.is_compiling():
+            return out.cumprod(1)
+        return associative_scan(torch.mul, out, 1, combine_mode="pointwise")
+
+
+def test_scans_are_operations_on_all_elements() -> None:
+    """The scan for GPUs raises on a CPU, and its backward takes memory for each pair of elements."""
+    model = seeded(Scanned)
+    converted = te_transform.convert(copy.deepcopy(model), (X,), verify=False)
+    assert te_transform.report(converted).breaks == ()
+    for x in (X, X[:, :3]):
+        leaves = [x.clone().requires_grad_() for _ in range(2)]
+        found = [each(leaf) for each, leaf in zip((converted, model), leaves, strict=True)]
+        for out in found:
+            out.sum().backward()
+        assert_close(*found)
+        assert_close(*(leaf.grad for leaf in leaves))
 
 
 def test_a_number_of_a_tensor_made_of_a_number_ends_no_graph() -> None:

@@ -16,6 +16,7 @@ from torch._dynamo.guards import GuardBuilder, install_guard
 from torch._dynamo.variables import ConstantVariable, TensorVariable
 from torch._dynamo.variables.functions import SkipFunctionVariable, UserFunctionVariable
 from torch._dynamo.variables.misc import DebuggingVariable
+from torch._higher_order_ops.associative_scan import associative_scan
 from torch.nn.modules import transformer
 
 from te_transform.graph.dynamo_patches import leave_to_user, patched
@@ -38,6 +39,7 @@ def traceable_forms() -> Iterator[None]:
         transformer._detect_is_causal_mask: _CausalMask,
         warnings.warn: _Warning,
         torch.compiler.is_exporting: _Exporting,
+        associative_scan: _Scan,
     }
     forms = own | forms_of_transformers()
     before, less = {key: rules[key] for key in forms if key in rules}, compare["<"]
@@ -130,6 +132,19 @@ class _Exporting(UserFunctionVariable):
 
     def call_function(self, tx: Any, args: Any, kwargs: Any) -> Any:
         return ConstantVariable.create(torch.compiler.is_exporting())
+
+
+class _Scan(UserFunctionVariable):
+    """associative_scan(), in operations on all elements.
+
+    Its kernel for pointwise functions has a backward that takes memory for each pair of elements. Mamba of
+    transformers calls it only when it is traced.
+    """
+
+    def call_function(self, tx: Any, args: Any, kwargs: Any) -> Any:
+        combine_and_elements, mode = args[:4], ConstantVariable.create("generic")
+        trace = super().call_function
+        return trace(tx, combine_and_elements, {**kwargs, "combine_mode": mode})
 
 
 def _python_value(variable: Any, unknown: Any = None) -> Any:
