@@ -569,6 +569,27 @@ def test_a_model_that_is_too_large_for_fp64_is_not_judged(no_memory_for_fp64: li
         verify(model, converted, X)
 
 
+class WithoutFp64(nn.Linear):
+    """A linear by a kernel for 16 and 32 bits."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dtype is torch.float64:
+            raise TypeError("the kernel takes no float64")
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_model_that_does_not_run_in_fp64_is_measured_by_its_own_rounding(dtype: torch.dtype) -> None:
+    model, x = nn.Sequential(*stacked(), WithoutFp64(WIDTH, WIDTH)).to(dtype), X.to(dtype)
+    converted = te_transform.convert(model, x, verify=False)
+    found = te_transform.verify(model, converted, x)
+    assert found, found
+    (note,) = {row.reason for row in found.rows if row.name == "reference"}
+    assert note == "is the original itself, which raised in fp64, TypeError: the kernel takes no float64"
+    wrong = layernorm_linear_with(path="1.0", eps=1e4)
+    assert not te_transform.verify(model, te_transform.convert(model, x, passes=[wrong], verify=False), x)
+
+
 class Flattened(nn.Module):
     """Attention over batch and heads in one dimension, as fairseq writes it: one size is computed."""
 

@@ -33,9 +33,9 @@ well as FP8 allows (emulate.py). Its draws also vary the scales. In small Llamas
 of a gradient varies between draws by 8 to 14% of its mean (one standard deviation). One draw in 20 is 1.3
 times the mean. The reference stays fp64.
 
-A single site may be too large for fp64, such as the scores of long sequences. The original itself is then the
-reference, and its draws replace the original. The converted values may then differ from the original as much
-as differently rounded runs of the original do.
+A single site may be too large for fp64, such as the scores of long sequences. A model may have kernels that
+take no fp64. The original itself is then the reference, and its draws replace the original. The converted
+values may then differ from the original as much as differently rounded runs of the original do.
 """
 
 from __future__ import annotations
@@ -56,6 +56,7 @@ from te_transform.verify.replay import Run, Subject, run
 
 MORE = 1.2  # sums of the converted model run in another order, with errors of the same size
 GRADIENT = "gradient of "  # the start of the names of rows of gradients
+REFERENCE = "reference"  # the name of a row that compares nothing: why the reference is not in fp64
 # Runs of the original with random rounding: of any failure, of a near one, and after another has failed.
 DRAWS, NEAR_DRAWS, SETTLED_DRAWS = 20, 100, 5
 _RESOLVED_SHARE, _LOST_SHARE = 8, 0.5  # see above: of the norm of a gradient
@@ -124,11 +125,11 @@ def judge(
 ) -> list[Row]:
     """Run the contenders and compare their outputs, and their gradients if gradients are enabled.
 
-    If the converted model raises, the result is one failing row. With `large`, the original replaces the fp64
-    reference if memory runs out; without it, this raises. `settled`: see compare_with_draws().
+    If the converted model raises, the result is one failing row. If the reference raises in fp64, a row says
+    why, and the original replaces it. `settled`: see compare_with_draws().
 
     Raises:
-        OriginalError: the original or the reference raised.
+        OriginalError: the original raised, or memory ran out in fp64 and `large` is False.
     """
     original, emulation = contenders.original, contenders.emulation
     own = _run_original(original, inputs, emulation)
@@ -139,26 +140,27 @@ def judge(
             other = run(original, inputs, cotangents=own.cotangents, rounding=seed)
         return other if own.gradients else Run(other.outputs, {}, {})
 
-    exact, first = _in_fp64(contenders, inputs, own, large), own
-    if exact is None:
+    exact, first, notes = _in_fp64(contenders, inputs, own, large), own, []
+    if isinstance(exact, str):
+        notes = [Row(label, REFERENCE, True, reason=f"is the original itself, which raised {exact}")]
         exact, first = own, drawn(DRAWS)
     try:
         converted = _run_converted(contenders, inputs, own)
     except Exception as error:
         reason = f"raised {in_full(error)}"
         return [Row(label, "the forward or backward", False, reason=reason)]
-    return compare_with_draws(converted, first, exact, drawn, label, settled)
+    return [*notes, *compare_with_draws(converted, first, exact, drawn, label, settled)]
 
 
-def _in_fp64(contenders: Contenders, inputs: Inputs, own: Run, large: bool) -> Run | None:
-    """Run the reference; return None if memory runs out and `large` is True."""
+def _in_fp64(contenders: Contenders, inputs: Inputs, own: Run, large: bool) -> Run | str:
+    """Run the reference; if it raises, return the first line of its error."""
     try:
         how = {"cotangents": own.cotangents, "drawn": own.drawn}
         return _run_original(contenders.reference, inputs, **how, double=True)
     except OriginalError as error:
-        if not large or not isinstance(error.__cause__, torch.OutOfMemoryError):
+        if not large and isinstance(error.__cause__, torch.OutOfMemoryError):
             raise
-    return None  # here, the memory held by the error's frames is free again
+        return str(error).partition("\n")[0]
 
 
 def _run_original(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -15,7 +15,7 @@ from rich.text import Text
 
 from te_transform.execution.console import as_text
 from te_transform.report.as_json import as_json
-from te_transform.verify.compare import Row
+from te_transform.verify.compare import REFERENCE, Row
 from te_transform.verify.names import some
 from te_transform.verify.states import STATE_DICT
 
@@ -54,7 +54,7 @@ class Verification:
     def title(self) -> str:
         failed = [row for row in self.rows if not row.ok]
         if not failed:
-            return f"{self.model}: verified, {len(self.rows)} comparisons"
+            return f"{self.model}: verified, {len(_comparisons(self.rows))} comparisons"
         if failed[0].inputs == DEAD:
             return f"{self.model}: NOT verified, {failed[0]}"
         if failed[0].inputs == STATE_DICT:
@@ -114,6 +114,11 @@ def _lines(inputs: str, rows: list[Row]) -> Iterator[tuple[str, ...]]:
     for row in others + gradients[:_WORST]:
         errors = (row.converted, row.original, row.allowed)
         numbers = [f"{error:.1e}" for error in errors] if row.dtype else [""] * 3
-        verdict = "ok" if row.ok else f"FAILED {row.reason}".rstrip()
+        verdict = f"{'ok' if row.ok else 'FAILED'} {row.reason}".rstrip()
         yield row.name, *numbers, verdict
-    yield f"{sum(row.ok for row in rows)} of {len(rows)} passed", "", "", "", ""
+    compared = _comparisons(rows)
+    yield f"{sum(row.ok for row in compared)} of {len(compared)} passed", "", "", "", ""
+
+
+def _comparisons(rows: Iterable[Row]) -> list[Row]:
+    return [row for row in rows if row.name != REFERENCE]
