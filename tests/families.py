@@ -155,6 +155,7 @@ _SHARED = {"shared_expert_intermediate_size": 64}
 _BY_LAYER = {"vocab_size_per_layer_input": VOCAB, "hidden_size_per_layer_input": 16}
 _GROUPS = {"n_group": 2, "topk_group": 1, "moe_intermediate_size": 32, "num_key_value_heads": 4}
 _MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_chunk_size": 8}
+_SCAN = {"vocab_size": VOCAB, "hidden_size": HIDDEN, "num_hidden_layers": LAYERS, "state_size": 16}
 _LONG = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": WINDOW}
 _XLM = {
     "vocab_size": VOCAB,
@@ -296,6 +297,9 @@ FAMILIES: dict[str, Case] = by_name(
         },
     ),
     _decoder("bamba", "Bamba", LLAMA | _MAMBA | {"attn_layer_indices": [1]}),
+    _decoder("mamba", "Mamba", _SCAN),
+    _decoder("falcon_mamba", "FalconMamba", _SCAN),
+    _decoder("mamba2", "Mamba2", _SCAN | {"num_heads": 8, "head_dim": 16, "n_groups": 1, "chunk_size": 8}),
     # decoders of text, of 2025 and 2026
     _decoder(
         "afmoe",

@@ -1,6 +1,7 @@
 """Captures of converted models: whole, by blocks, in pieces, or none; and the code that then runs."""
 
 import copy
+import functools
 import gc
 import io
 import logging
@@ -321,6 +322,22 @@ def test_a_step_of_decoding_runs_the_users_own_code() -> None:
     assert linears(model, ids[:, :1], training=False) == 0
     assert graphs(model) == before
     assert linears(model, ids[:, :1]) == 7  # in training it is no such step
+
+
+@functools.lru_cache
+def doubled(number: int) -> int:
+    return 2 * number
+
+
+class Cached(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return doubled(2) * super().forward(x)
+
+
+def test_warnings_of_dynamo_are_not_given(recwarn: pytest.WarningsRecorder) -> None:
+    """It warns that functools.lru_cache is ignored."""
+    te_transform.convert(Cached(), X)(X)
+    assert [str(each.message) for each in recwarn] == []
 
 
 # Pieces

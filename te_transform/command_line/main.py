@@ -17,7 +17,6 @@ import re
 import shutil
 import sys
 import textwrap
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib import resources
@@ -113,19 +112,17 @@ def _with_torch(
 
 @contextmanager
 def _quiet_logs() -> Iterator[None]:
-    """Silence the logs of torch and torchao and the warnings of dynamo, unless TORCH_LOGS is set.
+    """Silence the logs of torch and torchao, unless TORCH_LOGS is set.
 
     dynamo logs stack traces for errors that are reported as one sentence here. transformers imports torchao
     if it is installed, which then logs about kernels that are never called here.
     """
     levels = {logger: logger.level for logger in map(logging.getLogger, ("torch", "torchao"))}
     try:
-        with warnings.catch_warnings():
-            if "TORCH_LOGS" not in os.environ:
-                for logger in levels:
-                    logger.setLevel(logging.CRITICAL)
-                warnings.filterwarnings("ignore", module=r"torch\._dynamo\.")
-            yield
+        if "TORCH_LOGS" not in os.environ:
+            for logger in levels:
+                logger.setLevel(logging.CRITICAL)
+        yield
     finally:
         for logger, level in levels.items():
             logger.setLevel(level)

@@ -16,6 +16,7 @@ from itertools import count
 from pathlib import Path
 from types import CodeType, FunctionType, MethodType
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch._dynamo
@@ -165,8 +166,9 @@ def _our_capture(settings: Mapping[str, Any]) -> Iterator[None]:
     token = _ours.set(True)
     try:
         patched = torch._dynamo.config.patch({**SETTINGS, **_ignored_logging(), **settings})
+        without_warnings = patch.object(torch._dynamo.utils, "warn_once", log.debug)
         with (
-            compile_lock, _garbage_collected(), patched,
+            compile_lock, _garbage_collected(), patched, without_warnings,
             guard_questions(), bounded_containers(), traceable_forms(),
         ):  # fmt: skip
             yield
