@@ -3,6 +3,7 @@ recipe: the originals' numbers."""
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
 import te_transform
@@ -39,3 +40,23 @@ def test_is_as_exact_as_the_original(name: str, recipe: str | None) -> None:
     result = te_transform.verify(model, converted, given)
     assert result, str(result)
     assert not [note for note in te_transform.report(converted).notes if "rolled back" in note]
+
+
+def test_a_scan_trains_with_long_rows() -> None:
+    """Memory for each pair of tokens would be 64 GiB."""
+    config = transformers.MambaConfig(vocab_size=99, hidden_size=256, num_hidden_layers=2, state_size=16)
+    torch.manual_seed(0)
+    model = transformers.MambaForCausalLM(config).to("cuda", torch.bfloat16)
+    ids = torch.randint(99, (2, 1024), device="cuda")
+    given = {"input_ids": ids, "labels": ids, "use_cache": False}
+    converted = te_transform.convert(model, given, verify=False)
+    peaks = []
+    for each in (model, converted):
+        torch.cuda.reset_peak_memory_stats()
+        each(**given).loss.backward()
+        peaks.append(torch.cuda.max_memory_allocated())
+    original, own = (
+        torch.cat([p.grad.float().flatten() for p in each.parameters()]) for each in (model, converted)
+    )
+    assert (own - original).norm() < 0.02 * original.norm()
+    assert peaks[1] < 3 * peaks[0]
