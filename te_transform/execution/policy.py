@@ -128,10 +128,8 @@ class CapturePolicy:
         if type(call.module) in self.skip_this_mode:
             self.checkpointed_modes.add(call.mode)
 
-    def __deepcopy__(self, memo: dict) -> CapturePolicy:
-        return CapturePolicy(self.cut)  # the other attributes come from calls of the copied model
-
     def __reduce__(self) -> tuple:
+        """Copy or pickle the cut alone; the other attributes come from calls of the copied model."""
         return CapturePolicy, (self.cut,)
 
 

@@ -413,15 +413,8 @@ class Runner:
     def __reduce__(self) -> tuple:
         if self.division is not None:
             return self.division.__reduce__()
-        arguments = self.options, self.captures.checker, self.policy, self.material, self.precision
-        return _restored, arguments
-
-
-def _restored(*arguments: Any) -> Runner:
-    *others, precision = arguments
-    runner = Runner(*others)
-    runner.precision = precision
-    return runner
+        arguments = self.options, self.captures.checker, self.policy, self.material
+        return Runner, arguments, {"precision": self.precision}
 
 
 # If dynamo cannot trace a forward, it traces the functions that the forward calls. Runner.call() is not the
