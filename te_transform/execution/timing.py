@@ -100,13 +100,10 @@ def scalar_of(out: Any) -> Tensor:
     loss = loss_of(out)
     if loss is not None:
         return loss
-    leaves = [leaf for leaf in tree_leaves(_plain(out)) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    found = tree_leaves(list(out.values()) if isinstance(out, dict) else out)
+    leaves = [leaf for leaf in found if isinstance(leaf, Tensor) and leaf.requires_grad]
     start = torch.zeros((), dtype=torch.float32, device="cpu")
     return sum((leaf.float().square().mean() for leaf in leaves), start)
-
-
-def _plain(out: Any) -> Any:
-    return list(out.values()) if isinstance(out, dict) else out
 
 
 def fastest(timings: Sequence[Timing]) -> Timing | None:

@@ -64,12 +64,6 @@ class Trial:
         self.calls.clear()
         self.own, self.left = own, CALLS_UNTIL_NEXT
 
-    def count_down(self) -> None:
-        """Count a call, and start the next trial after the last one."""
-        self.left -= 1
-        if self.left <= 0:
-            self.own, self.left = False, 0
-
 
 class Trials:
     """The trials of a converted model by shapes and mode."""
@@ -115,7 +109,9 @@ class Trials:
         if not trial.left:
             return None
         own = trial.own
-        trial.count_down()
+        trial.left -= 1
+        if trial.left <= 0:  # the next trial starts
+            trial.own, trial.left = False, 0
         return own
 
     def run(
