@@ -9,7 +9,7 @@ import functools
 import inspect
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from enum import Enum
@@ -24,6 +24,7 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from te_transform.backends.fp8.precision import Precision
 from te_transform.graph.capture import is_capturing, is_compiling_here, is_our_capture
+from te_transform.graph.context import set_to
 from te_transform.graph.errors import message_of
 from te_transform.plan.model import CONVERTED, ModelError
 
@@ -112,19 +113,14 @@ def with_user_classes(model: nn.Module) -> Iterator[None]:
             module.__class__ = kind
 
 
-@contextmanager
-def parts_end_graphs(end: bool) -> Iterator[None]:
+def parts_end_graphs(end: bool) -> AbstractContextManager[None]:
     """Choose how captures inside of the context treat parts of the model.
 
     Args:
         end: True ends a graph at the call of a part, which then runs its own captured forward. False traces
             the part with its caller.
     """
-    token = _parts_end_graphs.set(end)
-    try:
-        yield
-    finally:
-        _parts_end_graphs.reset(token)
+    return set_to(_parts_end_graphs, end)
 
 
 # dynamo calls these functions while tracing and leaves them out of the graph

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 from te_transform.backends.ranks import fsdp_groups, is_sharded
 from te_transform.backends.storages import holders
 from te_transform.execution.call_context import ModuleCall
+from te_transform.graph.context import set_to
 
 SKIPPED = (
     "fully_shard() gathers the parameters of compiled blocks for the forward only, because their backward "
@@ -99,11 +100,8 @@ def run_gathered(call: ModuleCall, run: Callable[[ModuleCall], Any], tell: Calla
         return run(call)
     parameters = [*block.parameters()]
     before, ran = [*map(holders, parameters)], RunGraphs()
-    token = _ran.set(ran)
-    try:
+    with set_to(_ran, ran):
         out = run(call)
-    finally:
-        _ran.reset(token)
     is_compiled = ran == RunGraphs(1, 1) and not call.is_checkpointed
     reads = not is_compiled or before != [*map(holders, parameters)]
     _pending.setdefault(block, Pending(block)).add(out, reads)

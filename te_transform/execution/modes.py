@@ -16,6 +16,8 @@ from torch.overrides import (
 )
 from torch.utils._device import DeviceContext
 
+from te_transform.graph.context import set_to
+
 NOTHING = contextlib.nullcontext()
 """A context for most calls, in which no mode is on: a context manager that is made anew takes longer."""
 
@@ -73,12 +75,10 @@ def _without_modes() -> Iterator[None]:
         mode.__exit__(None, None, None)
         if isinstance(mode, GraphMode):
             taken.insert(0, mode)
-    token = _aside.set(tuple(taken))
     try:
-        with _dropouts_in_modes() if taken else contextlib.nullcontext():
+        with set_to(_aside, tuple(taken)), _dropouts_in_modes() if taken else NOTHING:
             yield
     finally:
-        _aside.reset(token)
         for mode in taken:
             mode.__enter__()
 
@@ -91,14 +91,10 @@ def put_back() -> contextlib.AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def _entered(modes: Sequence[GraphMode]) -> Iterator[None]:
-    token = _aside.set(())  # a nested graph must not enter them twice
-    try:
-        with contextlib.ExitStack() as stack:
-            for mode in modes:
-                stack.enter_context(mode)
-            yield
-    finally:
-        _aside.reset(token)
+    with set_to(_aside, ()), contextlib.ExitStack() as stack:  # a nested graph must not enter them twice
+        for mode in modes:
+            stack.enter_context(mode)
+        yield
 
 
 @contextlib.contextmanager

@@ -23,6 +23,7 @@ from te_transform.execution.call_sizes import symbols_of, tensor_in_call
 from te_transform.execution.graph_version import GraphVersion
 from te_transform.execution.lower import lower
 from te_transform.graph import edit
+from te_transform.graph.context import set_to
 from te_transform.graph.nodes import called, has_gradient, value
 from te_transform.plan.match import Site
 
@@ -194,8 +195,7 @@ class Specialized:
         symbols = symbols_of([node for node in nodes if node.op == "placeholder"])
         sizes = {symbol: arguments[index] for index, symbol in symbols.items()}
         asked, modes, products = {node: site for site, node in self.products.items()}, {}, set()
-        token = compiling.set(True)  # the inputs have no memory
-        try:
+        with set_to(compiling, True):  # the inputs have no memory
             for node in nodes:
                 if "autocast" in called(node):  # a region begins or ends
                     modes[node] = node.target(*(modes.get(argument, argument) for argument in node.args))
@@ -203,8 +203,6 @@ class Specialized:
                     why = site.fused.refuse_recipe(x, self._weights(site, values, arguments))
                     products |= {site} if why is None else set()
                     site.fused.plain_calls.update([why] if why else [])
-        finally:
-            compiling.reset(token)
         return frozenset(products)
 
     def with_known(self, known: Precomputed) -> fx.GraphModule:

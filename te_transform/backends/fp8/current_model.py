@@ -18,6 +18,7 @@ from te_transform.backends.fp8.registry import PARAMETERS, read_state, state_of
 from te_transform.backends.joined import parameters_of
 from te_transform.backends.repeated_forwards import ForwardNodes
 from te_transform.backends.tensor_version import TensorVersion
+from te_transform.graph.context import set_to
 
 
 @dataclass
@@ -55,11 +56,10 @@ def running(
     _count_steps()
     forward = ForwardNodes(number=number)
     model = _Model(weights_stay, token, name_parameters, forget_changed, forward)
-    before = _running.set(model)
     try:
-        yield forward
+        with set_to(_running, model):
+            yield forward
     finally:
-        _running.reset(before)
         forward.close()
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +15,7 @@ from torch.autograd.graph import get_gradient_edge
 from te_transform.backends.fp8.registry import Source, read_state
 from te_transform.backends.joined import parameters_of, used_of
 from te_transform.backends.limits import Switch, on_kernels_device
+from te_transform.graph.context import set_to
 
 
 @dataclass
@@ -96,14 +97,9 @@ accumulating = Switch()
 _paused: ContextVar[bool] = ContextVar("_paused", default=False)
 
 
-@contextmanager
-def paused() -> Iterator[None]:
+def paused() -> AbstractContextManager[None]:
     """Make autograd return all gradients, for runs that only check results."""
-    token = _paused.set(True)
-    try:
-        yield
-    finally:
-        _paused.reset(token)
+    return set_to(_paused, True)
 
 
 def gradient_sums_of(weights: Sequence[Tensor]) -> GradientSums | None:

@@ -29,6 +29,7 @@ from te_transform.execution.pieces import Piece, computes
 from te_transform.execution.specializations import Specializations
 from te_transform.execution.specialize import Precomputed, Specialized
 from te_transform.execution.version_checked import VersionChecked
+from te_transform.graph.context import set_to
 from te_transform.graph.errors import in_a_line
 from te_transform.graph.marks import marked
 from te_transform.graph.nodes import replaced_function
@@ -166,16 +167,14 @@ def _without_switch(run: Any) -> Callable[..., Any]:
 @contextmanager
 def _tracing() -> Iterator[None]:
     """Tell ops that they are traced, and leave the transforms of torch.func that a failed trace entered."""
-    token, depth = compiling.set(True), functorch.get_dynamic_layer_stack_depth()
+    depth = functorch.get_dynamic_layer_stack_depth()
     try:
-        with functorch_config.patch(**_TRACED):
+        with set_to(compiling, True), functorch_config.patch(**_TRACED):
             yield
     except Exception:
         with suppress(RuntimeError):  # PyTorch 2.11 raises when it leaves the last transform
             functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)
         raise
-    finally:
-        compiling.reset(token)
 
 
 def in_layers(
