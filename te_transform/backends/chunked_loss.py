@@ -17,8 +17,8 @@ from te_transform.backends.double_backward import differentiable_twice
 from te_transform.backends.fp8.fp8_only import is_fp8_only
 from te_transform.backends.limits import as_autocast, whole_logits
 from te_transform.backends.op import FusedOp
-from te_transform.backends.plain import reduced
-from te_transform.backends.tracing import check_index, transformed
+from te_transform.backends.plain import check_targets, reduced
+from te_transform.backends.tracing import transformed
 from te_transform.graph import ops
 from te_transform.graph.bound import F
 
@@ -101,12 +101,7 @@ class _Losses(torch.autograd.Function):
     ) -> Tensor:
         rows, flat = x.reshape(-1, x.shape[-1]), targets.reshape(-1).long()
         counted = flat != ignore_index
-        known = ~counted | ((flat >= 0) & (flat < len(weight)))
-        check_index(
-            known.all(),
-            f"expected targets >= 0 and < {len(weight)}, or ignore_index, got another number; correct the "
-            "targets",
-        )
+        check_targets(flat, counted, len(weight))
         wide = torch.promote_types(x.dtype, torch.float32)
         # The maximum logit of each row, the log-sum-exp relative to the maximum, and the target's logit. The
         # first two stay separate, because their sum would round the second one away.

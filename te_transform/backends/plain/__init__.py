@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from te_transform.backends.plain.attention import DotProductAttention, Given, Mask
-from te_transform.backends.plain.cross_entropy import CrossEntropy, reduced
+from te_transform.backends.plain.cross_entropy import CrossEntropy, check_targets, reduced
 from te_transform.backends.plain.products import (
     ACTIVATIONS,
     CLAMPED,
@@ -34,8 +34,8 @@ from te_transform.backends.plain.wide_linear import WideLinear
 __all__ = [
     "ACTIVATIONS", "CLAMPED", "EXACT_GELU", "GATED_ACTIVATIONS", "GATES", "HAS_BIAS", "HAS_KERNELS", "NAME",
     "SLOPES", "Clamp", "CrossEntropy", "DotProductAttention", "Given", "LayerNormLinear", "LayerNormMLP",
-    "Linear", "Mask", "PaddedLinear", "Product", "Rotary", "WideLinear", "activated", "clamp_of", "clamped",
-    "is_gated", "multiple", "product", "recipe_now", "recipe_of", "reduced",
+    "Linear", "Mask", "PaddedLinear", "Product", "Rotary", "WideLinear", "activated", "check_targets",
+    "clamp_of", "clamped", "is_gated", "multiple", "product", "recipe_now", "recipe_of", "reduced",
 ]  # fmt: skip
 
 NAME = "torch"

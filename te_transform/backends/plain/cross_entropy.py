@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from te_transform.backends.op import FusedOp
+from te_transform.backends.tracing import check_index
 from te_transform.graph import ops
 
 
@@ -21,6 +22,19 @@ def reduced(losses: Tensor, counted: Tensor, reduction: str, dtype: torch.dtype)
     if reduction == "none":
         return losses.to(dtype)
     return (losses.sum() / counted.sum() if reduction == "mean" else losses.sum()).to(dtype)
+
+
+def check_targets(targets: Tensor, counted: Tensor, words: int) -> None:
+    """Raise unless each counted target is a column of `words` logits; kernels would read other memory.
+
+    Raises:
+        IndexError: a target is out of range, on the CPU.
+    """
+    known = ~counted | ((targets >= 0) & (targets < words))
+    check_index(
+        known.all(),
+        f"expected targets >= 0 and < {words}, or ignore_index, got another number; correct the targets",
+    )
 
 
 class CrossEntropy(FusedOp):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from te_transform.backends import plain
 from te_transform.backends.limits import without_cross_entropy
-from te_transform.backends.tracing import check_index, traced
+from te_transform.backends.tracing import traced
 from te_transform.graph import ops
 
 
@@ -30,13 +30,7 @@ class CrossEntropy(plain.CrossEntropy):
             self.plain_calls[f"the loss, {why}"] += 1
             return super().forward(logits, targets, ignore_index, reduction, dtype)
         counted = targets != ignore_index
-        # with another target, the kernel would read memory outside of the logits
-        known = ~counted | ((targets >= 0) & (targets < logits.shape[-1]))
-        check_index(
-            known.all(),
-            f"expected targets >= 0 and < {logits.shape[-1]}, or ignore_index, got another number; correct "
-            "the targets",
-        )
+        plain.check_targets(targets, counted, logits.shape[-1])
         losses = _CrossEntropy.apply(logits, targets, ignore_index)
         return plain.reduced(losses, counted, reduction, dtype)
 
