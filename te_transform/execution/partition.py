@@ -51,8 +51,9 @@ def in_pieces(
     graph: fx.GraphModule,
     arguments: Sequence[Any],
     compile: CompilePiece | None,
-    bucket: int | None,
-    record: Callable[[Piece], Callable[..., Any]] | None,
+    tell: Callable[[str], None],
+    bucket: int | None = None,
+    record: Callable[[Piece], Callable[..., Any]] | None = None,
 ) -> Callable[..., list[Any]] | None:
     """Return a function that runs the graph in pieces, or None if the graph is too small or cannot be cut.
 
@@ -60,19 +61,22 @@ def in_pieces(
         graph: of operations and fused ops.
         arguments: the tensors and numbers of a call.
         compile: compiles a piece for its arguments; None to leave pieces uncompiled.
+        tell: receives a sentence if the graph cannot be cut into its marked layers.
         bucket: the bytes of gradients per piece, which are reduced during the backward; None without DDP.
         record: returns the function that runs a piece as CUDA graphs.
     """
-    placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
-    given = dict(zip(placeholders, arguments, strict=True))
+    given = dict(zip(graph.graph.find_nodes(op="placeholder"), arguments, strict=True))
     pieces = _cut_into_pieces(graph, given, bucket)
-    if pieces is None:
-        return None
     try:
-        if compile is not None:
+        if pieces is not None and compile is not None:
             _compile(pieces, given, compile)
     except Exception as error:
         log.info("a graph is compiled whole, because its pieces cannot be compiled", exc_info=error)
+        pieces = None
+    if pieces is None and marked(graph.graph):
+        how = "without CUDA graphs" if compile is None else "uncompiled"
+        tell(f"a graph whose layers are dropped runs {how}, because it cannot be cut into layers")
+    if pieces is None:
         return None
     for piece in pieces if record is not None else ():
         piece.run = record(piece)

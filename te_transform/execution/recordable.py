@@ -11,9 +11,10 @@ from torch import fx
 
 from te_transform.backends.fp8.fp8_only import closed, forms_of
 from te_transform.execution.call_signature import Function
-from te_transform.execution.executors.inductor import compiled, in_layers
+from te_transform.execution.executors.inductor import compiled
 from te_transform.execution.graph_version import GraphVersion
 from te_transform.execution.lm_head import Head, head_of, with_head
+from te_transform.execution.partition import in_pieces
 from te_transform.execution.pieces import Piece
 from te_transform.execution.rerun import RunGraph
 from te_transform.execution.specialize import Precomputed
@@ -60,7 +61,7 @@ class RecordableGraph:
         if marked(graph.graph):  # each layer has a recording of its own
             record_piece = partial(self._recorded_piece, record, recipe)
             if compile is None:
-                run = in_layers(graph, given, None, tell, record=record_piece)
+                run = in_pieces(graph, given, None, tell, record=record_piece)
             else:
                 run = compile(graph, given, record=record_piece)
             return None if run is None else with_head(run, head)

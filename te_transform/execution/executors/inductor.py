@@ -143,7 +143,7 @@ def compiled(
 
         with status(doing), _tracing():
             if options.compile not in IN_CUDA_GRAPHS:  # in these, each piece would be a CUDA graph of its own
-                run = in_layers(graph, arguments, compile, tell, bucket, record)
+                run = in_pieces(graph, arguments, compile, tell, bucket, record)
                 if run is not None or marked(graph.graph):
                     return run
             return compile(graph, arguments)
@@ -175,24 +175,3 @@ def _tracing() -> Iterator[None]:
         with suppress(RuntimeError):  # PyTorch 2.11 raises when it leaves the last transform
             functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)
         raise
-
-
-def in_layers(
-    graph: fx.GraphModule,
-    given: Sequence[Any],
-    compile: Callable[..., Any] | None,
-    tell: Callable[[str], None],
-    bucket: int | None = None,
-    record: Callable[[Piece], Callable[..., Any]] | None = None,
-) -> Callable[..., Any] | None:
-    """Return a function that runs the pieces of a graph, see partition.in_pieces().
-
-    Returns:
-        None if the graph has no pieces, or cannot be cut into its layers. In the second case, `tell` receives
-        a sentence.
-    """
-    run = in_pieces(graph, given, compile, bucket, record)
-    if run is None and marked(graph.graph):
-        how = "without CUDA graphs" if compile is None else "uncompiled"
-        tell(f"a graph whose layers are dropped runs {how}, because it cannot be cut into layers")
-    return run
