@@ -107,7 +107,7 @@ def parameters_of(weight: Tensor) -> tuple[Tensor, ...]:
         origin = _ORIGINS.get(base)
     if origin is not None and origin.parameters:
         return origin.parameters
-    return (base if is_stored(base) else weight,)
+    return (base if isinstance(base, nn.Parameter) else weight,)
 
 
 def used_of(weight: Tensor) -> list[bool]:
@@ -133,7 +133,7 @@ def local(tensor: Tensor) -> Tensor:
 
 def parameter_of(argument: Any) -> Tensor | None:
     """Return the parameter of the user's module that an argument of a graph is or stands for, or None."""
-    if is_stored(argument):
+    if isinstance(argument, nn.Parameter):
         return argument
     origin = _ORIGINS.get(argument) if isinstance(argument, Tensor) else None
     return None if origin is None else origin.stored
@@ -155,11 +155,6 @@ class _Alias(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         return grad
-
-
-def is_stored(weight: Any) -> bool:
-    """Return True if the tensor is a parameter that a module can hold."""
-    return isinstance(weight, nn.Parameter)
 
 
 class Join(GraphOp):
@@ -223,7 +218,7 @@ def _joined_fp8_only(parameters: Sequence[Tensor]) -> fp8_only.FP8Only | None:
     whole = fp8_only.joined(parameters)
     if whole is not None or transformed() or recorded():
         return whole
-    if not all(is_stored(p) and fp8_only.has_bytes(p) for p in parameters):
+    if not all(isinstance(p, nn.Parameter) and fp8_only.has_bytes(p) for p in parameters):
         return None
     layout, addresses = _layout_of(parameters[0]), tuple(fp8_only.addresses(parameters))
     if layout.scattered_at == addresses:  # comparing scales waits for the GPU

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from te_transform.backends.fp8.fp8_only import is_fp8_only
 from te_transform.backends.fp8.registry import forget_weights, read_state, share_state
-from te_transform.backends.joined import is_stored
 from te_transform.backends.limits import on_kernels_device
 from te_transform.execution.attach import is_divided
 from te_transform.execution.fp8_only import parameters_in, replace_by_fp8_only
@@ -112,7 +111,7 @@ def _why_not_quantized(parameter: Tensor, holders: Counter[int]) -> str | None:
         return "it is not on the GPU, where TE has its kernels: move the model first"
     if holders[id(parameter)] > 1:
         return "it is tied to another module, which would keep the original: untie it"
-    if not is_stored(parameter) or not holders[id(parameter)]:
+    if not isinstance(parameter, nn.Parameter) or not holders[id(parameter)]:
         return "it is not a stored parameter of the model"
     return None
 
