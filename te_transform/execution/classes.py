@@ -23,6 +23,7 @@ from torch._guards import CompileContext
 from torch.nn.modules.module import _has_any_global_hook
 
 from te_transform.backends.fp8.precision import Precision
+from te_transform.backends.fp8.registry import forget_weights
 from te_transform.graph.capture import is_capturing, is_compiling_here, is_our_capture
 from te_transform.graph.context import set_to
 from te_transform.graph.errors import message_of
@@ -239,13 +240,13 @@ def _bound_forward(kind: type) -> Callable[..., Any]:
 
 
 def _train_of(kind: type) -> Callable[..., nn.Module]:
-    """Return a train() that also lets the model's precision forget the last forward."""
+    """Return a train() that also frees the quantized weights that a model in a recipe caches."""
 
     @functools.wraps(kind.train)
     def train(self: nn.Module, mode: bool = True) -> nn.Module:
         role = self.__dict__.get(CONVERTED)
         if role is not None and role.is_root and role.runner.precision is not None:
-            role.runner.precision.forget(self)
+            forget_weights(self.parameters())  # the next call quantizes again
         return kind.train(self, mode)
 
     return train

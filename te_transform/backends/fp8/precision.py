@@ -14,7 +14,7 @@ from torch import nn
 
 from te_transform.backends.fp8 import scale_table
 from te_transform.backends.fp8.current_model import running, sample_of
-from te_transform.backends.fp8.registry import ParameterState, forget_weights, read_state, state_of
+from te_transform.backends.fp8.registry import ParameterState, read_state, state_of
 from te_transform.backends.limits import small_calls_in_fp8
 from te_transform.backends.ranks import groups_of, is_sharded, maximum
 from te_transform.backends.tracing import in_backward, recorded, transformed
@@ -177,10 +177,6 @@ class Precision:
         self.loaded = {name: row for name, row in self.loaded.items() if name not in ran}
         for state in self.states:
             state.saved = self.loaded.get(state.name)
-
-    def forget(self, model: nn.Module) -> None:
-        """Free the cached quantized weights. The next call quantizes again."""
-        forget_weights(model.parameters())
 
     def _forget_changed(self) -> None:
         """Free cached quantized weights whose parameters have changed, judged by samples."""
