@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ class CallContext:
     Each mode is read once: when the call begins, or by the only executor that asks for it.
 
     Attributes:
-        args, kwargs: of the call; a graph has no kwargs.
+        args: the positional arguments of the call.
         is_observed: True if the conversion or verify() observes the call.
         observe_only: True if the observed call runs as captured.
         prepared: a result of an executor's refuse() for its run().
@@ -30,14 +30,8 @@ class CallContext:
         in_backward: True within a backward, in which a checkpoint repeats a forward.
     """
 
-    def __init__(
-        self,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any] | None = None,
-        is_observed: bool = False,
-        observe_only: bool = False,
-    ):
-        self.args, self.kwargs = args, kwargs or {}
+    def __init__(self, args: Sequence[Any], is_observed: bool = False, observe_only: bool = False):
+        self.args = args
         self.is_observed, self.observe_only = is_observed, observe_only
         self.prepared: Any = None
         # as backends/tracing.py, without a call of Python: each call reads these three
@@ -99,6 +93,7 @@ class ModuleCall(CallContext):
         is_block: True if a block is called, one of many layers.
         module: the called module.
         forward: the forward of the user's class.
+        kwargs: the keyword arguments of the call.
         options: of the conversion.
         division: of the parameters among ranks, or None.
         trial: the trial that times this call, or None.
@@ -114,8 +109,8 @@ class ModuleCall(CallContext):
         options: Options,
         division: Division | None = None,
     ):
-        super().__init__(args, kwargs)
-        self.role, self.module, self.forward = role, module, forward
+        super().__init__(args)
+        self.role, self.module, self.forward, self.kwargs = role, module, forward, kwargs
         self.is_root, self.is_block = role.kind is Role.MODEL, role.kind is Role.BLOCK
         self.options, self.division = options, division
         self.trial: Any = None

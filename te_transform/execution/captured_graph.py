@@ -127,7 +127,7 @@ class CapturedGraph:
         if observer is not None:
             observer.see(self, arguments)
         observe_only = observer is not None and observer.runs_captured
-        call = CallContext(arguments, None, observer is not None, observe_only)
+        call = CallContext(arguments, observer is not None, observe_only)
         with put_back():
             if not self.options.in_cuda_graphs:
                 return self._run(call)
