@@ -261,9 +261,8 @@ def _is_on_cpu(argument: Any) -> bool:
 
 def _operations(graph: fx.Graph) -> tuple[tuple[str, Any, str], ...]:
     """Return the operations of a graph, regardless of the names and the order of its nodes."""
-    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
-    numbers = {node: number for number, node in enumerate(placeholders)}
-    operations, pending = [], [node for node in graph.nodes if node.op == "output"]
+    numbers = {node: number for number, node in enumerate(graph.find_nodes(op="placeholder"))}
+    operations, pending = [], graph.find_nodes(op="output")
     while pending:
         node = pending[-1]
         unnumbered = [read for read in node.all_input_nodes if read not in numbers]

@@ -190,8 +190,7 @@ class CapturedGraph:
 
     def placeholders(self, arguments: Sequence[Any]) -> Iterator[tuple[fx.Node, Any]]:
         """Return the placeholders, each with its argument in a call."""
-        nodes = (node for node in self.plan.captured.graph.nodes if node.op == "placeholder")
-        return zip(nodes, arguments, strict=True)
+        return zip(self.captured.graph.find_nodes(op="placeholder"), arguments, strict=True)
 
     def groups(self, arguments: Sequence[Any]) -> Iterator[tuple[nn.Parameter, ...]]:
         """Yield the groups of parameters that the graph joins in a call with these arguments.

@@ -107,7 +107,7 @@ def _cut_into_pieces(
 def _writes_to_inputs(piece: Piece) -> bool:
     """Return True if the piece writes in place to one of its inputs."""
     nodes = piece.module.graph.nodes
-    given = set(storages(node for node in nodes if node.op == "placeholder"))
+    given = set(storages(piece.module.graph.find_nodes(op="placeholder")))
     targets = [next(iter(node.all_input_nodes), None) for node in nodes if writes(node)]
     return any(not is_tensor_node(target) or memory_of(target) in given for target in targets)
 

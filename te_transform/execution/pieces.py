@@ -74,8 +74,7 @@ def runner(
         pieces: of the graph.
         prepare: converts each input of a piece.
     """
-    placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
-    outputs = returned(graph.graph)
+    placeholders, outputs = graph.graph.find_nodes(op="placeholder"), returned(graph.graph)
 
     def run(*given: Any) -> list[Any]:
         values, layers = dict(zip(placeholders, given, strict=True)), dropped.get()

@@ -38,7 +38,7 @@ class SmallBatch:
         self.products = [site for site in version.sites if site.is_product]
         self.gains = any(site.fused.gains for site in self.products)
         self.fuses_all = options.recipe is not None or options.graphs
-        placeholders = [node for node in plan.captured.graph.nodes if node.op == "placeholder"]
+        placeholders = plan.captured.graph.find_nodes(op="placeholder")
         names = {node.name: index for index, node in enumerate(placeholders)}
         weights = [weight for site in self.products for group in site.weights for weight in group]
         self.first_weight = names[weights[0].meta["origin"]] if weights else 0

@@ -83,7 +83,7 @@ class Specializations:
     def __init__(self, version: GraphVersion, make: Make):
         plan, options = version.plan, version.options
         self.version, self.make, self.writes = version, make, version.writes
-        placeholders = [node for node in plan.captured.graph.nodes if node.op == "placeholder"]
+        placeholders = plan.captured.graph.find_nodes(op="placeholder")
         names = [node.name for node in placeholders]
         self.varying = [index for index, node in enumerate(placeholders) if _varies(node)]
         self.never = _why_never(plan, options)

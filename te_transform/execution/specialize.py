@@ -132,7 +132,7 @@ class Specialized:
         self.states = States({})  # of the last call without quantized weights
         self.constant: Precomputed | None = None  # the values, if they are the same in all calls
         nodes = list(self.graph.graph.nodes)
-        placeholders = [node for node in nodes if node.op == "placeholder"]
+        placeholders = self.graph.graph.find_nodes(op="placeholder")
         calls = {node.target: node for node in nodes if node.op == "call_module"}
         self.products = {site: calls[site.name.replace(".", "_")] for site in products}
         self.weights = {
@@ -191,12 +191,12 @@ class Specialized:
 
     def in_recipe(self, arguments: Sequence[Any]) -> frozenset[Site]:
         """Return the products that can run in the active recipe, given the sizes and weights of a call."""
-        nodes, values = self.graph.graph.nodes, self.before.values(arguments)
-        symbols = symbols_of([node for node in nodes if node.op == "placeholder"])
+        graph, values = self.graph.graph, self.before.values(arguments)
+        symbols = symbols_of(graph.find_nodes(op="placeholder"))
         sizes = {symbol: arguments[index] for index, symbol in symbols.items()}
         asked, modes, products = {node: site for site, node in self.products.items()}, {}, set()
         with set_to(compiling, True):  # the inputs have no memory
-            for node in nodes:
+            for node in graph.nodes:
                 if "autocast" in called(node):  # a region begins or ends
                     modes[node] = node.target(*(modes.get(argument, argument) for argument in node.args))
                 elif (site := asked.get(node)) and (x := tensor_in_call(node.args[0], sizes)) is not None:

@@ -28,8 +28,7 @@ class Writes:
 
     def note_graph(self, captured: fx.GraphModule, arguments: Sequence[Any]) -> None:
         """Copy the arguments that a graph changes, unless they were copied before."""
-        placeholders = (node for node in captured.graph.nodes if node.op == "placeholder")
-        seen = written(captured.graph)
+        placeholders, seen = captured.graph.find_nodes(op="placeholder"), written(captured.graph)
         self.note([a for n, a in zip(placeholders, arguments, strict=True) if n in seen])
         for generator in arguments:
             if isinstance(generator, torch.Generator):

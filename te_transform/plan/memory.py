@@ -222,7 +222,7 @@ def _class(node: fx.Node, site: Site | None) -> str:
 
 def _output_storages(plan: Plan) -> set[fx.Node]:
     """Return the storages that the graph outputs."""
-    (output,) = (node for node in plan.canonical.nodes if node.op == "output")
+    (output,) = plan.canonical.find_nodes(op="output")
     return {storage for storage in _floating_storages(output) if storage.op != "placeholder"}
 
 

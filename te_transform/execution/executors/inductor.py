@@ -128,7 +128,7 @@ def compiled(
     # With these two entries, the compiler treats the graph as one from dynamo, whose nodes name the arguments
     # with fixed addresses. CUDA graphs would otherwise copy all parameters in each call. A part of a graph
     # does not have such nodes.
-    if all(hasattr(node, "_dynamo_source") for node in graph.graph.nodes if node.op == "placeholder"):
+    if all(hasattr(node, "_dynamo_source") for node in graph.graph.find_nodes(op="placeholder")):
         graph.meta["dynamo_compile_id"], graph._param_name_to_source = None, {}
     doing = f"compiling a graph of {len(graph.graph.nodes)} operations"
     log.info(doing)
@@ -137,8 +137,8 @@ def compiled(
 
         def compile(graph: fx.GraphModule, arguments: Sequence[Any]) -> Callable[..., Any]:
             run = _without_switch(compile_fx(graph, arguments, config_patches=mode))
-            read = [node for node in graph.graph.nodes if node.op == "placeholder"]
-            precomputed = {index for index, node in enumerate(read) if "example_value" not in node.meta}
+            read = enumerate(graph.graph.find_nodes(op="placeholder"))
+            precomputed = {index for index, node in read if "example_value" not in node.meta}
             return VersionChecked(run, precomputed)
 
         with status(doing), _tracing():
