@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformer_engine.pytorch as te
@@ -48,6 +48,22 @@ from te_transform.backends.tracing import (
 )
 
 
+class _KernelCall(NamedTuple):
+    """A call of an op, for one of TE's modules.
+
+    Attributes:
+        kernel: the module.
+        x: the input.
+        tensors: the other arguments of the op.
+        gradients: the gradient sums of accumulate(), or None.
+    """
+
+    kernel: Kernel
+    x: Tensor
+    tensors: Sequence[Tensor | None]
+    gradients: GradientSums | None
+
+
 class _TEProduct(MatrixProduct):
     """An op with matrix products. Calls that TE refuses run in plain PyTorch."""
 
@@ -58,34 +74,26 @@ class _TEProduct(MatrixProduct):
         if traced():
             return self.plain(plain.product, x, *tensors)
         weights, is_on = self._weights(tensors), FP8GlobalStateManager.is_fp8_enabled()
-        kernel, gradients = self._kernel(weights, tensors[-1] is not None), gradient_sums_of(weights)
+        kernel = self._kernel(weights, tensors[-1] is not None)
+        call = _KernelCall(kernel, x, tensors, gradient_sums_of(weights))
         # torch.utils.checkpoint repeats a forward within the backward, where no autocast is active
-        call = kernel.call_again() if not is_on and in_backward() else None
-        if call is not None:
-            return self._repeat(kernel, call, x, tensors, gradients)
+        noted = kernel.call_again() if not is_on and in_backward() else None
+        if noted is not None:
+            return self._repeat(call, noted)
         in_fp8 = is_on and in_recipe(weights[0], self.in_fp8)
-        if not (in_fp8 or gradients or self._may_gain()):
+        if not (in_fp8 or call.gradients or self._may_gain()):
             return self.plain(plain.product, x, *tensors)
-        why = self._prepare(kernel, x, tensors, in_fp8, gradients is not None)
+        why = self._prepare(call, in_fp8)
         if why is not None:
             self.plain_calls[why] += 1
-            if kernel.in_recipe:
-                return self._calibrated(kernel, x, tensors)
-            return self.plain(plain.product, x, *tensors)
-        run = self._in_fp8 if in_fp8 else self._in_its_dtype
-        return run(kernel, x, tensors, gradients)
+            return self._calibrated(call) if kernel.in_recipe else self.plain(plain.product, x, *tensors)
+        return self._in_fp8(call) if in_fp8 else self._in_its_dtype(call)
 
-    def _prepare(
-        self,
-        kernel: Kernel,
-        x: Tensor,
-        tensors: Sequence[Tensor | None],
-        in_fp8: bool,
-        adds_gradients: bool,
-    ) -> str | None:
+    def _prepare(self, call: _KernelCall, in_fp8: bool) -> str | None:
         """Set the mode of the kernel for a call. Return why the call runs in plain PyTorch, or None."""
+        kernel, x, tensors, gradients = call
         weights = self._weights(tensors)
-        why = self._why_plain(x, weights, in_fp8, adds_gradients)
+        why = self._why_plain(x, weights, in_fp8, gradients is not None)
         kernel.in_recipe = in_fp8 and why is None
         kernel.in_fp8 = kernel.in_recipe and self._has_scales(
             kernel, FP8GlobalStateManager.get_fp8_recipe(), weights, self._trained(x, *tensors)
@@ -125,21 +133,15 @@ class _TEProduct(MatrixProduct):
             return None
         return too_small(x.shape[:-1].numel(), min(weights[0].shape), in_fp8)
 
-    def _repeat(
-        self,
-        kernel: Kernel,
-        call: NotedCall,
-        x: Tensor,
-        tensors: Sequence[Tensor | None],
-        gradients: GradientSums | None,
-    ) -> Out:
-        """Repeat a call of a forward, for a checkpoint."""
-        recipe = kernel.module.fp8_meta["recipe"] if call.in_fp8 else None
+    def _repeat(self, call: _KernelCall, noted: NotedCall) -> Out:
+        """Repeat a noted call of a forward, for a checkpoint."""
+        kernel, x, tensors, _ = call
+        recipe = kernel.module.fp8_meta["recipe"] if noted.in_fp8 else None
         weights, trained = self._weights(tensors), self._trained(x, *tensors)
         if recipe is None or not self._has_scales(kernel, recipe, weights, trained):
             return self.plain(kernel.seen.product(), x, *tensors)
-        with kernel.as_before(call, recipe):
-            return self._in_fp8(kernel, x, tensors, gradients)
+        with kernel.as_before(noted, recipe):
+            return self._in_fp8(call)
 
     def refuse_recipe(self, x: Tensor, weights: Sequence[Tensor]) -> str | None:
         """Return why the active recipe cannot run with these weights and an input like `x`, maybe a fake."""
@@ -193,12 +195,13 @@ class _TEProduct(MatrixProduct):
             kernel.fit(recipe, weights)  # the scales may belong to earlier weights
         return kernel.seen.knows(trained)
 
-    def _calibrated(self, kernel: Kernel, x: Tensor, tensors: Sequence[Tensor | None]) -> Out:
+    def _calibrated(self, call: _KernelCall) -> Out:
         """Compute a call in plain PyTorch, and record amax.
 
         The backward of the first call repeats its norm and its activation. The first step would otherwise
         need more memory than all later steps, because plain PyTorch saves more tensors than FP8 kernels.
         """
+        kernel, x, tensors, _ = call
 
         def compute(x: Tensor, *tensors: Tensor | None) -> Out:
             return self.plain(kernel.seen.product(), x, *tensors)
@@ -209,13 +212,12 @@ class _TEProduct(MatrixProduct):
             return compute(x, *tensors)
         return checkpoint(compute, x, *tensors, use_reentrant=False, preserve_rng_state=False)
 
-    def _in_its_dtype(
-        self, kernel: Kernel, x: Tensor, tensors: Sequence[Tensor | None], gradients: GradientSums | None
-    ) -> Out:
+    def _in_its_dtype(self, call: _KernelCall) -> Out:
         """Compute a call in the dtype of the weights, even if a recipe is active."""
+        kernel, x, tensors, gradients = call
 
         def run(x: Tensor, *given: Tensor | None) -> Out:
-            given = self._kernel_arguments(kernel, given, tensors, gradients)
+            given = self._kernel_arguments(call, given)
             if not FP8GlobalStateManager.is_fp8_enabled():
                 return kernel.run(x, given, gradients is not None)
             with autocast(None, enabled=False):
@@ -224,53 +226,43 @@ class _TEProduct(MatrixProduct):
         plain_tensors = (None if tensor is None else exact(tensor) for tensor in tensors)
         plainly = partial(self.plain, plain.product)
         out = differentiable_twice(run, plainly, (x, *plain_tensors))
-        return self._watched(out, x, tensors, gradients)
+        return self._watched(out, call)
 
-    def _in_fp8(
-        self, kernel: Kernel, x: Tensor, tensors: Sequence[Tensor | None], gradients: GradientSums | None
-    ) -> Out:
+    def _in_fp8(self, call: _KernelCall) -> Out:
         """Compute a call in the active recipe, with padded rows."""
-        given = self._kernel_arguments(kernel, tensors, tensors, gradients)
+        kernel, x, tensors, gradients = call
+        given = self._kernel_arguments(call, tensors)
 
         def run(x: Tensor) -> Out:
             return differentiable_once(kernel.run(x, given, gradients is not None, kernel.keeps), _ONCE)
 
         out = with_full_rows(run, x, multiple(FP8GlobalStateManager.get_fp8_recipe()))
-        return self._watched(out, x, tensors, gradients)
+        return self._watched(out, call)
 
-    def _kernel_arguments(
-        self,
-        kernel: Kernel,
-        given: Sequence[Tensor | None],
-        tensors: Sequence[Tensor | None],
-        gradients: GradientSums | None,
-    ) -> list[Tensor | None]:
-        """Return the arguments of a kernel: `given`, with contiguous weights that have their main_grad.
+    def _kernel_arguments(self, call: _KernelCall, given: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Return the arguments of a kernel: contiguous weights, with their main_grad.
 
         Args:
-            kernel: gets the arguments.
+            call: its tensors own the gradient sums.
             given: the tensors of the call, as differentiable_twice() passes them.
-            tensors: the tensors of the call, which own the gradient sums.
-            gradients: the gradient sums of accumulate(), or None.
         """
         arguments = list(given)
         for number, position in enumerate(self.PRODUCTS):  # among the arguments, of which x is the first
             index = position - 1
             weight = given[index]
             if is_fp8_only(weight):
-                arguments[index] = kernel.tensor_of(number, weight)
+                arguments[index] = call.kernel.tensor_of(number, weight)
                 continue
             weight = weight.contiguous()
-            if gradients is not None and torch.is_grad_enabled():
+            if call.gradients is not None and torch.is_grad_enabled():
                 weight = weight.view_as(weight)  # parameters stay as they are
-                weight.main_grad = gradients.of(tensors[index])
+                weight.main_grad = call.gradients.of(call.tensors[index])
             arguments[index] = weight
         return arguments
 
-    def _watched(
-        self, out: Out, x: Tensor, tensors: Sequence[Tensor | None], gradients: GradientSums | None
-    ) -> Out:
+    def _watched(self, out: Out, call: _KernelCall) -> Out:
         """Return a kernel's output, and the norm's output without a gradient if the norm has none."""
+        _, x, tensors, gradients = call
         first, *others = out if isinstance(out, tuple) else (out,)
         if gradients is not None:
             gradients.watch(first, self._weights(tensors))
@@ -349,15 +341,13 @@ class LayerNormLinear(_TEProduct, plain.LayerNormLinear):
         }
         return norm | {"return_layernorm_output": True} if self.returns_norm else norm
 
-    def _kernel_arguments(
-        self, kernel: Kernel, given: Sequence[Tensor | None], *rest: Any
-    ) -> list[Tensor | None]:
+    def _kernel_arguments(self, call: _KernelCall, given: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Add constant vectors for a missing scale or bias, because TE's norms always have both."""
-        scale, bias, weight, *others = super()._kernel_arguments(kernel, given, *rest)
+        scale, bias, weight, *others = super()._kernel_arguments(call, given)
         if scale is None:
-            scale = kernel.vector(0.0 if self.zero_centered_gamma else 1.0, weight)
+            scale = call.kernel.vector(0.0 if self.zero_centered_gamma else 1.0, weight)
         if bias is None and self.normalization == "LayerNorm":
-            bias = kernel.vector(0.0, weight)
+            bias = call.kernel.vector(0.0, weight)
         return [scale, bias, weight, *others]
 
     def _make_kernel(self, weights: Sequence[Tensor], **options: Any) -> Kernel:
