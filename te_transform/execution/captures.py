@@ -35,15 +35,13 @@ class Captures:
         self.runs: dict[type, tuple[Capture, tuple[Any, ...]]] = {}  # with code and defaults of the forward
         self.methods: dict[type, tuple[Any, ...]] = {}
 
-    def of(self, kind: type, forward: Callable[..., Any]) -> Capture | None:
-        """Return the captured forward of a class, or None if there is none with this code and defaults."""
+    def of(self, kind: type, forward: Callable[..., Any], capture: Callable[[], Capture]) -> Capture:
+        """Return the captured forward of a class. Capture it if there is none with this code and defaults."""
         run, parts = self.runs.get(kind, (None, ()))
         now = _CODE_AND_DEFAULTS(forward) if isinstance(forward, FunctionType) else ()
-        return run if all(map(operator.is_, now, parts)) else None
-
-    def add(self, kind: type, forward: Callable[..., Any], run: Capture) -> Capture:
-        """Keep the captured forward of a class, and return it."""
-        self.runs[kind] = run, _CODE_AND_DEFAULTS(forward) if isinstance(forward, FunctionType) else ()
+        if run is None or not all(map(operator.is_, now, parts)):
+            run = capture()
+            self.runs[kind] = run, now
         return run
 
     def forget(self, kind: type) -> None:

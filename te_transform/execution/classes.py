@@ -178,7 +178,8 @@ def captured_class(kind: type, skipped: frozenset[str]) -> type:
     if (kind, skipped) not in _SUBCLASSES:
         named = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
         try:
-            subclass = _metaclass(type(kind))(kind.__name__, (kind,), {**_overridden_methods(kind), **named})
+            methods = {"forward": _forward_of(kind), "train": _train_of(kind), "__reduce_ex__": _reduce}
+            subclass = _metaclass(type(kind))(kind.__name__, (kind,), methods | named)
         except Exception as error:  # from a metaclass, or from the __init_subclass__ of a registry
             raise ModelError(
                 f"expected a class that can be subclassed, got {kind.__name__} ({message_of(error)}); "
@@ -202,11 +203,6 @@ def _metaclass(kind: type) -> type:
         delattr(_ORIGINALS[self], name) if self in _ORIGINALS else kind.__delattr__(self, name)
 
     return type(kind.__name__, (kind,), {"__setattr__": set_name, "__delattr__": delete_name})
-
-
-def _overridden_methods(kind: type) -> dict[str, Callable[..., Any]]:
-    """Return the methods that the subclass of `kind` overrides."""
-    return {"forward": _forward_of(kind), "train": _train_of(kind), "__reduce_ex__": _reduce}
 
 
 def _forward_of(kind: type) -> Callable[..., Any]:

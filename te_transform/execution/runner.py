@@ -179,10 +179,8 @@ class Runner:
 
     def _run_captured(self, call: ModuleCall) -> Any:
         """Run a call by dynamo, which captures the forward in the first call."""
-        kind, policy, captures = type(call.module), self.policy, self.captures
-        run = captures.of(kind, call.forward)
-        if run is None:
-            run = captures.add(kind, call.forward, self._capture(kind, call.forward, self._is_around(call)))
+        kind, policy = type(call.module), self.policy
+        run = self.captures.of(kind, call.forward, lambda: self._capture(call))
         run.turned_off = False
         policy.skip_this_mode.discard(kind)  # left over from a call that raised
         try:
@@ -233,12 +231,12 @@ class Runner:
 
     # captures by dynamo
 
-    def _capture(self, kind: type, forward: Callable[..., Any], is_around: bool) -> Callable[..., Any]:
+    def _capture(self, call: ModuleCall) -> Callable[..., Any]:
         """Return the forward of a class as a function that dynamo captures in its calls."""
         runner = weakref.ref(self)  # dynamo never releases the objects that it was given
-        divided = self.division is not None
+        kind, is_around, divided = type(call.module), self._is_around(call), self.division is not None
         return capture(
-            forward,
+            call.forward,
             backend=lambda captured, inputs: runner().backend(captured, inputs, kind),
             leaves=lambda: kind in runner().policy.skip_this_call,
             dynamic=False if divided else None,  # the sizes of shards are constant
