@@ -64,11 +64,6 @@ class ModuleRole:
     skipped: frozenset[str] = frozenset()  # paths in a block that skip= leaves alone
     has_run: bool = False  # True after the block ran captured outside of a backward
 
-    @property
-    def is_root(self) -> bool:
-        """True if the module is the model itself."""
-        return self.kind is Role.MODEL
-
 
 def swap_class(module: nn.Module, role: ModuleRole) -> None:
     """Make a module run its captured forward.
@@ -241,7 +236,7 @@ def _train_of(kind: type) -> Callable[..., nn.Module]:
     @functools.wraps(kind.train)
     def train(self: nn.Module, mode: bool = True) -> nn.Module:
         role = self.__dict__.get(CONVERTED)
-        if role is not None and role.is_root and role.runner.precision is not None:
+        if role is not None and role.kind is Role.MODEL and role.runner.precision is not None:
             forget_weights(self.parameters())  # the next call quantizes again
         return kind.train(self, mode)
 

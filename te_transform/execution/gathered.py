@@ -8,9 +8,9 @@ half of the traffic for weights. FSDPModule.set_unshard_in_backward() leaves it 
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -28,15 +28,8 @@ SKIPPED = (
 )
 
 
-@dataclass
-class RunGraphs:
-    """The graphs that ran in a call of a block: all, and those compiled in FP8."""
-
-    all: int = 0
-    compiled: int = 0
-
-
-_ran: ContextVar[RunGraphs | None] = ContextVar("_ran", default=None)
+# the numbers of graphs that ran in a call of a block: "all", and those "compiled" in FP8
+_ran: ContextVar[Counter[str] | None] = ContextVar("_ran", default=None)
 
 
 class Pending:
@@ -99,10 +92,10 @@ def run_gathered(call: ModuleCall, run: Callable[[ModuleCall], Any], tell: Calla
     if not (_may_skip(call) and _is_supported(block)):
         return run(call)
     parameters = [*block.parameters()]
-    before, ran = [*map(holders, parameters)], RunGraphs()
+    before, ran = [*map(holders, parameters)], Counter()
     with set_to(_ran, ran):
         out = run(call)
-    is_compiled = ran == RunGraphs(1, 1) and not call.is_checkpointed
+    is_compiled = ran == {"all": 1, "compiled": 1} and not call.is_checkpointed
     reads = not is_compiled or before != [*map(holders, parameters)]
     _pending.setdefault(block, Pending(block)).add(out, reads)
     if not reads:
@@ -113,7 +106,7 @@ def run_gathered(call: ModuleCall, run: Callable[[ModuleCall], Any], tell: Calla
 def note_graph() -> None:
     """Count a graph of the running block."""
     if (ran := _ran.get()) is not None:
-        ran.all += 1
+        ran["all"] += 1
 
 
 def with_copied_vectors(arguments: Sequence[Any]) -> Sequence[Any]:
@@ -124,7 +117,7 @@ def with_copied_vectors(arguments: Sequence[Any]) -> Sequence[Any]:
     """
     if (ran := _ran.get()) is None:
         return arguments
-    ran.compiled += 1
+    ran["compiled"] += 1
     return [
         each.clone() if isinstance(each, nn.Parameter) and each.dim() <= 1 else each for each in arguments
     ]
