@@ -136,9 +136,8 @@ def reference(plan: Plan, site: Site) -> tuple[fx.GraphModule, tuple[fx.Node, ..
 
 def _captured_ends(plan: Plan, site: Site) -> tuple[list[fx.Node], set[fx.Node]]:
     """Return the captured nodes of the site's outputs and of its inputs."""
-    captured = {node.name: node for node in plan.captured.graph.nodes}
-    outputs = [captured[node.meta["origin"]] for node in site.outputs]
-    return outputs, {captured[name] for name in origins(site.node.all_input_nodes)}
+    outputs = [plan.by_name[node.meta["origin"]] for node in site.outputs]
+    return outputs, {plan.by_name[name] for name in origins(site.node.all_input_nodes)}
 
 
 def _is_asked_for(site: Site, mask: Tensor) -> bool:

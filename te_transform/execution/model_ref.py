@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor, nn
 
@@ -52,10 +52,6 @@ class ModelRef:
         """The first block, or the wrapper that it is in by now."""
         layers = None if self._list is None else self._list()
         return None if layers is None else layers._modules.get(self._first)
-
-    def modules(self) -> Iterator[nn.Module]:
-        """Return the modules of the model, or none before its first call."""
-        return iter(()) if (model := self.model) is None else model.modules()
 
     def meet(self, model: nn.Module) -> None:
         """Note the model at its first call."""

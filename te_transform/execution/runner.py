@@ -283,7 +283,8 @@ class Runner:
         if (why := why_uncaptured(captured)) is not None:
             self.tell(why)
             raise SkipFrame(why)
-        if has_layers_evaluated_whole(captured) and any(map(makes_nested_tensors, self.model_ref.modules())):
+        modules = () if model is None else model.modules()
+        if has_layers_evaluated_whole(captured) and any(map(makes_nested_tensors, modules)):
             self.tell(why := self.policy.after_nested(kind))
             raise SkipFrame(why)
 
