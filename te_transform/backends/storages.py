@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
+from torch.multiprocessing.reductions import shared_cache
 
 
 def is_sole_owner(tensor: Tensor, imported: bool) -> bool:
@@ -52,8 +53,7 @@ def holders(tensor: Tensor) -> tuple[int, ...]:
     creates if there is none.
     """
     edge = get_gradient_edge(tensor) if tensor.requires_grad else None
-    of_tensor = tensor._use_count() if hasattr(tensor, "_use_count") else 0
-    storage = tensor.untyped_storage()
+    of_tensor, storage = tensor._use_count(), tensor.untyped_storage()
     of_object = sys.getrefcount(storage), weakref.getweakrefcount(storage), len(vars(storage))
     of_storage = torch._C._storage_Use_Count(storage._cdata)
     del edge
@@ -64,6 +64,5 @@ def _is_sent(storage: torch.UntypedStorage) -> bool:
     """Return True if other processes may have the storage. For PyTorch, all storages on a GPU are shared."""
     if storage.device.type == "cpu":
         return storage.is_shared()
-    sharing = sys.modules.get("torch.multiprocessing.reductions")
-    sent = [] if sharing is None else list(sharing.shared_cache.values())
+    sent = list(shared_cache.values())
     return any(reference.cdata == storage._cdata for reference in sent if hasattr(reference, "cdata"))
