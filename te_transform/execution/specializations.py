@@ -107,11 +107,6 @@ class Specializations:
         """The products that may run in FP8, each with the index of its first parameter."""
         return self.weights if self.options.recipe is not None else {}
 
-    def tell(self, why: str) -> str:
-        """Report that the graph runs uncompiled, or without CUDA graphs, and why. Return `why`."""
-        self.version.tell(f"a graph runs {self._otherwise}: {why}")
-        return why
-
     @property
     def _otherwise(self) -> str:
         return "uncompiled" if self.options.compile else "without CUDA graphs"
@@ -124,7 +119,9 @@ class Specializations:
             return _TRANSFORMED
         if call.is_seen:
             return _SEEN_BY_MODE
-        return None if self.never is None else self.tell(self.never)
+        if self.never is not None:
+            self.version.tell(f"a graph runs {self._otherwise}: {self.never}")
+        return self.never
 
     def precision(self) -> tuple[Any, Any]:
         """Return the active recipe and its scaling, or None for products in the dtype of the weights."""
