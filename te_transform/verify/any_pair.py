@@ -114,10 +114,6 @@ class AnyPair:
             notes=(*notes, *self.layout.notes()),
         )
 
-    def around(self) -> AbstractContextManager:
-        """Return a context for the runs of a case."""
-        return nullcontext()
-
     def contenders(self, case: Case) -> Contenders:
         """Return the models to run in this case."""
         outputs = self._outputs(case)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from itertools import chain
 from typing import Protocol
 
 import torch
@@ -48,29 +46,43 @@ class Pair(Protocol):
     @property
     def modes(self) -> tuple[tuple[str, bool], ...]: ...
     def contenders(self, case: Case) -> Contenders: ...
-    def around(self) -> AbstractContextManager: ...
 
 
-Rows = tuple[list[Row], list[Case], list[str]]
-
-
-def all_rows(sets: list[Variation], pair: Pair) -> Rows:
+def all_rows(sets: list[Variation], pair: Pair) -> tuple[list[Row], list[Case], list[str]]:
     """Return all rows, the failing cases, and a sentence for each set of inputs that the original rejects.
 
     Raises:
         ValueError: the original rejects the example inputs.
     """
-    rows_of_sets: list[Rows] = []
+    rows: list[Row] = []
+    failing: list[Case] = []
+    skipped: list[str] = []
+
+    def compare_on(each: Variation) -> None:
+        try:
+            for case in _cases(each.label, each.inputs, pair.modes):
+                rows.extend(rows_of_one := rows_of_case(pair, case, settled=bool(failing)))
+                failing.extend([case] * failed(rows_of_one))
+        except OriginalError as error:
+            if each.label.startswith(EXAMPLE):
+                raise ArgumentError(
+                    "expected example inputs on which the original runs, got "
+                    f"{each.inputs}; it raised {error}"
+                ) from error
+            skipped.extend([] if each.apart else [f"{each.label}, the original raised {error}"])
+            for one in each.apart:
+                compare_on(one)
+
     for each in progress(sets, "verifying"):
-        rows_of_sets.append(_rows_of(each, pair, settled=any(failing for _, failing, _ in rows_of_sets)))
-    return _together(rows_of_sets)
+        compare_on(each)
+    return rows, failing, skipped
 
 
 def rows_of_case(pair: Pair, case: Case, settled: bool = False) -> list[Row]:
     """Return the comparisons of one case; `settled` is True if another case has failed."""
     for model in pair.models:
         model.train(case.training)
-    with torch.set_grad_enabled(case.gradients), pair.around():
+    with torch.set_grad_enabled(case.gradients):
         try:
             return judge(pair.contenders(case), case.inputs, str(case), settled=settled)
         except OriginalError:
@@ -108,26 +120,3 @@ def _requiring_gradients(inputs: Inputs) -> Inputs:
         return tensor.detach().requires_grad_() if is_trained else tensor
 
     return Inputs(*tree_map_only(Tensor, trained, (inputs.args, inputs.kwargs)))
-
-
-def _rows_of(each: Variation, pair: Pair, settled: bool) -> Rows:
-    rows: list[Row] = []
-    failing: list[Case] = []
-    try:
-        for case in _cases(each.label, each.inputs, pair.modes):
-            rows += (rows_of_one := rows_of_case(pair, case, settled or bool(failing)))
-            failing += [case] if failed(rows_of_one) else []
-    except OriginalError as error:
-        if each.label.startswith(EXAMPLE):
-            raise ArgumentError(
-                f"expected example inputs on which the original runs, got {each.inputs}; it raised {error}"
-            ) from error
-        skipped = [] if each.apart else [f"{each.label}, the original raised {error}"]
-        apart = [_rows_of(one, pair, settled) for one in each.apart]
-        return _together([(rows, failing, skipped), *apart])
-    return rows, failing, []
-
-
-def _together(parts: list[Rows]) -> Rows:
-    rows, failing, skipped = (list(chain.from_iterable(each)) for each in zip(*parts, strict=True))
-    return rows, failing, skipped

@@ -108,8 +108,8 @@ class Contenders:
     Attributes:
         emulation: A context manager around runs of the original; it takes the seed of a draw, or None.
         rehearsals: The number of runs of the converted model before the one that is compared.
-        sizes: A context manager around runs of the converted model. The default makes fused ops ignore their
-            size limits.
+        around: A context manager around the runs of the converted model, with their rehearsals. The default
+            makes fused ops ignore their size limits.
     """
 
     original: Subject
@@ -117,7 +117,7 @@ class Contenders:
     reference: Subject
     emulation: Emulation = nullcontext
     rehearsals: int = 0
-    sizes: AbstractContextManager = ignore_size_limits
+    around: AbstractContextManager = ignore_size_limits
 
 
 def judge(
@@ -178,7 +178,7 @@ def _run_original(
 
 
 def _run_converted(contenders: Contenders, inputs: Inputs, own: Run) -> Run:
-    with contenders.sizes, whole_logits:
+    with contenders.around, whole_logits:
         for _ in range(contenders.rehearsals):
             run(contenders.converted, inputs, cotangents=own.cotangents)
         return run(contenders.converted, inputs, cotangents=own.cotangents)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -69,10 +69,6 @@ class Conversion:
             self.recipes.kinds,
         )
 
-    def around(self) -> AbstractContextManager:
-        """Return a context for the runs of a case."""
-        return self.recipes.fresh_scales()
-
     def contenders(self, case: Case) -> Contenders:
         """Return the models to run in this case."""
         return Contenders(
@@ -81,8 +77,15 @@ class Conversion:
             Subject.of(self.model, partial(original_code, self.model, double=True)),
             partial(self.recipes.emulation, self.model) if self.recipes.by_runner else nullcontext,
             rehearsals=1 if self.recipes.delayed else 0,
-            sizes=with_observer(self.converted, None) if case.mode == _BY_SIZE else ignore_size_limits,
+            around=self._fresh(case.mode),
         )
+
+    @contextmanager
+    def _fresh(self, mode: str) -> Iterator[None]:
+        """Run the converted model with fresh scales, and at any size unless the mode has size limits."""
+        sizes = with_observer(self.converted, None) if mode == _BY_SIZE else ignore_size_limits
+        with self.recipes.fresh_scales(), sizes:
+            yield
 
     def _learn(self, samples: list[Inputs]) -> None:
         """Find out which products run in FP8."""
