@@ -1,4 +1,4 @@
-"""The commands that need torch: inspect, verify, tune, and explain for a user's own rule."""
+"""The commands that need torch: inspect, verify, tune, profile, and explain for a user's own rule."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from rich.console import Console
 from torch import nn
 
 from te_transform.backends import BackendError
+from te_transform.backends.ranks import is_first_rank
 from te_transform.command_line.explain import explanation
 from te_transform.config_file import LoadError, read_config
 from te_transform.convert import convert
@@ -35,6 +36,7 @@ from te_transform.plan.options import OptionError
 from te_transform.plan.precision_plan import PrecisionError
 from te_transform.plan.rule import Rule
 from te_transform.pretrained import config_of
+from te_transform.profile.profile import profile
 from te_transform.report.as_json import as_json
 from te_transform.report.report import ExpectationError, Report
 from te_transform.reporting import report as report_of
@@ -49,25 +51,25 @@ BAD_INPUT = (
 )  # fmt: skip
 
 
-def printing_aside() -> redirect_stdout:
+def _printing_aside() -> redirect_stdout:
     """Redirect prints of the user's code to stderr: on stdout they would corrupt the JSON output."""
     return redirect_stdout(sys.stderr)
 
 
 def run_inspect(asked: argparse.Namespace) -> int:
     expected = _expected_counts(asked.expect)
-    model, inputs = loaded(asked, on_meta=True)
+    model, inputs = _loaded(asked, on_meta=True)
     options = {"compile": "auto" if asked.times else False, **_options(asked)}
     if asked.backend is None and (asked.recipe or asked.times):
         options["backend"] = "te"  # only te supports recipes and predicted times
     try:
-        with printing_aside(), status("capturing"):
+        with _printing_aside(), status("capturing"):
             report = inspect(model, inputs, **options)
     except TraceError as error:
         if not isinstance(error.__cause__, UNKNOWN_RESULT):
             raise
-        model, inputs = loaded(asked, on_meta=False)
-        with printing_aside(), status("capturing with real weights, because the forward reads values"):
+        model, inputs = _loaded(asked, on_meta=False)
+        with _printing_aside(), status("capturing with real weights, because the forward reads values"):
             report = inspect(model, inputs, **options)
     # the memory line of the report names the inputs, too
     inputs_told = [f"planned for the inputs ({report.inputs})"] * (report.memory is None)
@@ -103,8 +105,8 @@ def run_verify(asked: argparse.Namespace) -> int:
             "expected --names, --weights and --copy-weights with --against, got them without; name the "
             "second model by --against"
         )
-    model, inputs = loaded(asked, on_meta=False)
-    with printing_aside():
+    model, inputs = _loaded(asked, on_meta=False)
+    with _printing_aside():
         converted = convert(model, inputs, **_options(asked))
         result = verify(model, converted, inputs)
     report = report_of(converted)
@@ -125,10 +127,10 @@ def _run_against(asked: argparse.Namespace) -> int:
         if not Path(name).exists() and all(name.partition(":")):
             imported(name)
     torch.manual_seed(0)  # factories of one architecture draw the same weights
-    model, inputs = loaded(asked, on_meta=False)
+    model, inputs = _loaded(asked, on_meta=False)
     torch.manual_seed(0)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    with printing_aside(), status(f"building {asked.against}"):
+    with _printing_aside(), status(f"building {asked.against}"):
         dtype = None if asked.dtype is None else getattr(torch, asked.dtype)
         other = load(
             asked.against,
@@ -140,11 +142,11 @@ def _run_against(asked: argparse.Namespace) -> int:
             other.to(device)
     if not asked.input and "labels" not in signature(other.forward).parameters:  # generated for a loss
         inputs.kwargs.pop("labels", None)
-    with printing_aside():
+    with _printing_aside():
         if asked.copy_weights:
             Layout(model, other, names, weights).copy()
         verification = verify(model, other, inputs, names=names, weights=weights)
-    show(verification.to_json() if asked.json else verification)
+    _show(verification.to_json() if asked.json else verification)
     if not asked.copy_weights and any(row.inputs == STATE_DICT and not row.ok for row in verification.rows):
         print("te-transform: to compare with the first model's weights, pass --copy-weights", file=sys.stderr)
     return 0 if verification else 1
@@ -158,9 +160,9 @@ def _renamed(text: str) -> tuple[str, str | None]:
 
 
 def run_tune(asked: argparse.Namespace) -> int:
-    model, inputs = loaded(asked, on_meta=False)
+    model, inputs = _loaded(asked, on_meta=False)
     inputs = replace(inputs, invented=False)  # the user chose their sizes
-    with printing_aside():
+    with _printing_aside():
         tuned = report_of(convert(model, inputs, inplace=True, compile="auto", **_options(asked)))
     kept = (
         f'stored in {timing.file()} for convert(..., compile="auto") with the same model and inputs; delete '
@@ -168,6 +170,26 @@ def run_tune(asked: argparse.Namespace) -> int:
     )
     _write(asked, tuned, "\n".join([*tuned.all_timings(), kept if tuned.chosen else "nothing is stored"]))
     return 0
+
+
+def run_profile(asked: argparse.Namespace) -> int:
+    """Print a profile on rank 0, and return 1 if a step of any rank exceeds the budget."""
+    if asked.device == "cuda" and not torch.cuda.is_available():
+        raise OptionError("expected a GPU for --device cuda, got none; pass --device cpu, or leave it out")
+    model, inputs = _loaded(asked, on_meta=False)
+    with _printing_aside(), status("profiling"):
+        step_profile = profile(model, inputs, plan=not asked.no_plan)
+    if is_first_rank():
+        if asked.html:
+            step_profile.to_html(asked.html)
+        _show(step_profile.to_json() if asked.json else step_profile)
+    slowest = max([step_profile.seconds, *(rank.seconds for rank in step_profile.ranks)])
+    if asked.budget is None or slowest <= asked.budget:
+        return 0
+    if is_first_rank():
+        why = f"expected a step of at most {timing.duration(asked.budget)}, got {timing.duration(slowest)}"
+        print(f"te-transform: {why}", file=sys.stderr)
+    return 1
 
 
 def _write(asked: argparse.Namespace, report: Report, shown: Any, **more: Any) -> None:
@@ -179,7 +201,7 @@ def _write(asked: argparse.Namespace, report: Report, shown: Any, **more: Any) -
             raise OptionError(
                 f"expected a writable file for --html, got {asked.html} ({error.strerror})"
             ) from error
-    show(as_json(report.as_data() | more) if asked.json else shown)
+    _show(as_json(report.as_data() | more) if asked.json else shown)
 
 
 def _options(asked: argparse.Namespace) -> dict[str, Any]:
@@ -188,9 +210,9 @@ def _options(asked: argparse.Namespace) -> dict[str, Any]:
     return {name: value for name, value in given.items() if value is not None}
 
 
-def loaded(asked: argparse.Namespace, on_meta: bool) -> tuple[nn.Module, Inputs]:
+def _loaded(asked: argparse.Namespace, on_meta: bool) -> tuple[nn.Module, Inputs]:
     """Build the model and its inputs."""
-    with printing_aside(), status(f"building {asked.model}"):
+    with _printing_aside(), status(f"building {asked.model}"):
         return _load_model(asked, on_meta)
 
 
@@ -274,13 +296,13 @@ def run_explain(asked: argparse.Namespace) -> int:
     rule = imported(asked.rule)
     if not isinstance(rule, Rule):
         raise LoadError(f"expected a te_transform.Rule at {asked.rule!r}, got a {type(rule).__name__}")
-    with printing_aside(), status("capturing the example of the rule"):
+    with _printing_aside(), status("capturing the example of the rule"):
         lines = [*explanation(rule)]
     print("\n".join(lines))
     return 0
 
 
-def show(what: Any) -> None:
+def _show(what: Any) -> None:
     """Print in color and at full width on a terminal, as plain text elsewhere."""
     if isinstance(what, str):
         print(what)

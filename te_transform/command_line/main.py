@@ -45,9 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     asked = _parse(arguments)
     try:
-        run = asked.run(asked)  # may import torch, which sets up its logs
-        with _quiet_logs():
-            code = run(asked)
+        code = asked.run(asked)
         sys.stdout.flush()
         return code
     except _bad_input() as error:
@@ -98,14 +96,14 @@ def _bad_input() -> tuple[type[Exception], ...]:
     return (LoadError,) if commands is None else commands.BAD_INPUT
 
 
-def _with_torch(
-    name: str, home: str = "commands"
-) -> Callable[[argparse.Namespace], Callable[[argparse.Namespace], int]]:
-    """Return a function that imports the command `name`, which needs torch."""
+def _with_torch(name: str) -> Callable[[argparse.Namespace], int]:
+    """Return a function that imports and runs the command `name`, which needs torch."""
 
-    def command(asked: argparse.Namespace) -> Callable[[argparse.Namespace], int]:
+    def command(asked: argparse.Namespace) -> int:
         with status("importing torch"):
-            return getattr(importlib.import_module(f"te_transform.command_line.{home}"), name)
+            commands = importlib.import_module("te_transform.command_line.commands")
+        with _quiet_logs():  # importing torch sets up its logs
+            return getattr(commands, name)(asked)
 
     return command
 
@@ -186,11 +184,11 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
     explained.add_argument(
         "rule", nargs="?", metavar="RULE", help=f"one of {rules}, or your own rule as package.module:RULE"
     )
-    explained.set_defaults(run=_explaining)
+    explained.set_defaults(run=_explain)
 
     tried = commands.add_parser("models", help="list the tested models, and what is fused in them")
     tried.add_argument("name", nargs="?", default="", help="part of a model's name")
-    tried.set_defaults(run=lambda asked: _models)
+    tried.set_defaults(run=_models)
     return parser, commands.choices
 
 
@@ -202,7 +200,7 @@ def _add_profile(parser: argparse.ArgumentParser) -> None:
         "--budget", type=_parse_duration, metavar="TIME", help="fail if a step takes longer, such as 120ms"
     )
     parser.add_argument("--no-plan", action="store_true", help="leave out what convert() would change")
-    parser.set_defaults(run=_with_torch("run_profile", "profile_command"))
+    parser.set_defaults(run=_with_torch("run_profile"))
 
 
 def _add_model(parser: argparse.ArgumentParser, length: int) -> None:
@@ -306,21 +304,19 @@ def _parse_duration(text: str) -> float:
     return float(matched[1]) * {"us": 1e-6, "ms": 1e-3, "s": 1.0}[matched[2]]
 
 
-def _explaining(asked: argparse.Namespace) -> Callable[[argparse.Namespace], int]:
+def _explain(asked: argparse.Namespace) -> int:
     known = _explanations()
-    if asked.rule is None or asked.rule in known:
-        return _explain
-    if not all(asked.rule.partition(":")):
+    if asked.rule is None:
+        print("\n".join(text.partition("\n")[0] for text in known.values()))
+    elif asked.rule in known:
+        print(known[asked.rule])
+    elif all(asked.rule.partition(":")):
+        return _with_torch("run_explain")(asked)
+    else:
         raise LoadError(
             f"expected a rule, one of {', '.join(known)}, or package.module:RULE, got {asked.rule!r}"
             f"{did_you_mean(asked.rule, known)}"
         )
-    return _with_torch("run_explain")(asked)
-
-
-def _explain(asked: argparse.Namespace) -> int:
-    known = _explanations()
-    print(known[asked.rule] if asked.rule else "\n".join(text.partition("\n")[0] for text in known.values()))
     return 0
 
 
