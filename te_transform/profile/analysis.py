@@ -9,11 +9,12 @@ from collections.abc import Container, Iterable, Iterator
 from torch import nn
 
 from te_transform.profile.classes import CLASSES, IDLE
-from te_transform.profile.ranges import Label
+from te_transform.profile.ranges import Label, Ranges
 from te_transform.profile.result import PartTime
 from te_transform.profile.steps import RecordedSteps
 from te_transform.profile.timeline import slices_of
 from te_transform.profile.tree import Op, ops_of
+from te_transform.profile.watch import Watch
 from te_transform.report.places import listed, unnumbered
 
 NS = 1e-9  # seconds in a nanosecond
@@ -23,6 +24,7 @@ class Analysis:
     """The operations of a recorded step and their exclusive costs in nanoseconds.
 
     Attributes:
+        watch: the torch calls of the first step, none for a converted or compiled model.
         by_label: label number, True in the backward, class -> cost.
         by_outer: outermost operation -> cost, with its backward.
         by_op: operation -> cost, without the operations inside, and without waiting for the CPU before it.
@@ -30,6 +32,7 @@ class Analysis:
 
     def __init__(self, model: nn.Module, recording: RecordedSteps):
         self.model, self.recording, self.labels = model, recording, recording.labels
+        self.watch = recording.watch or Watch(Ranges(model))
         self.ops = ops_of(recording.events, recording.labels)
         self.on_gpu = any(event.is_kernel for event in recording.events)
         self.by_label: Counter[tuple[int, bool, str]] = Counter()

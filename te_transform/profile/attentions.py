@@ -136,8 +136,7 @@ def _zero_mask(query: Tensor, key: Tensor) -> Tensor:
 
 def needless_mask(analysis: Analysis) -> Iterator[Suspect]:
     """Yield masks that hide nothing, or exactly what is_causal=True hides."""
-    watch = analysis.recording.watch
-    for line, hidden in watch.masks.items() if watch is not None else ():
+    for line, hidden in analysis.watch.masks.items():
         kind = " and ".join(hidden)
         called = [op for op in analysis.forward() if op.name == _SDPA and op.label == line.label]
         if kind not in _NEEDLESS or not called:

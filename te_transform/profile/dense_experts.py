@@ -46,9 +46,8 @@ def _suspect(analysis: Analysis, around: str, products: list[Op], line: Line, ch
 
 def _choices(analysis: Analysis) -> Iterator[tuple[Line, Choice]]:
     """Yield the choice of each router among the most values: some choose groups of experts first."""
-    watch, seen = analysis.recording.watch, set()
-    choices = sorted(watch.choices.items(), key=lambda each: -each[1].among) if watch is not None else ()
-    for line, choice in choices:
+    seen: set[int] = set()
+    for line, choice in sorted(analysis.watch.choices.items(), key=lambda each: -each[1].among):
         if choice.chosen < choice.among and line.label not in seen:
             seen.add(line.label)
             yield line, choice
@@ -69,11 +68,11 @@ def _of_all_tokens(analysis: Analysis, path: str, choice: Choice) -> list[Op]:
 
 def _is_einsum_of_experts(analysis: Analysis, product: Op, choice: Choice) -> bool:
     """Return True if an einsum multiplies all tokens by the weights of all experts, joined in one matrix."""
-    watch, (tokens, weights) = analysis.recording.watch, factor_shapes(product)
-    if product.parent is None or product.parent.event.name != "aten::einsum" or watch is None:
+    tokens, weights = factor_shapes(product)
+    if product.parent is None or product.parent.event.name != "aten::einsum":
         return False
     joined = (
-        prod(shape) for shape in watch.einsums.get(product.label, ())
+        prod(shape) for shape in analysis.watch.einsums.get(product.label, ())
         if len(shape) > 2 and choice.among in shape
     )  # fmt: skip
     return tokens[:-1] == (1, choice.rows) and prod(weights) in joined

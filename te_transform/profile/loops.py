@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from te_transform.profile.analysis import Analysis
 from te_transform.profile.classes import PRODUCT
 from te_transform.profile.suspect import Suspect
-from te_transform.profile.watch import Line, Watch, loops
+from te_transform.profile.watch import Line, Watch
 
 _LEAST_REPETITIONS = 48  # runs of a line in one call of its module from which it is a loop over positions
 _INDEXED_SUMS = ("index_add_", "index_add", "index_put_", "scatter_add_", "__setitem__")
@@ -28,19 +28,19 @@ _ASK_SCAN = "write the loop as a scan over chunks, or compile the module"
 
 def recurrence(analysis: Analysis) -> Iterator[Suspect]:
     """Yield recurrences in plain PyTorch: functions with such names, and loops over positions."""
-    watch = analysis.recording.watch
-    if watch is None:
-        return
+    watch = analysis.watch
     advice_by_label: dict[int, tuple[str, str]] = {}
     sizes = Counter((line.label, line.function) for line in watch.most)
-    for line, number in sorted(loops(watch.most, 1), key=lambda each: sizes[each[0].label, each[0].function]):
+    for line, number in sorted(
+        _loops(watch.most, 1), key=lambda each: sizes[each[0].label, each[0].function]
+    ):
         packages = (package for pattern, package in _KERNELS if re.search(pattern, line.function, re.I))
         if (package := next(packages, None)) is not None:
             ran = f"{line.function}() in {line.place.rpartition(':')[0]} ran in plain PyTorch"
             if number >= _LEAST_REPETITIONS:
                 ran = f"{ran}, {line.place} {number} times a call"
             advice_by_label[line.label] = ran, f"install {package}, whose kernels run it on a GPU"
-    for line, number in loops(watch.most, _LEAST_REPETITIONS):
+    for line, number in _loops(watch.most, _LEAST_REPETITIONS):
         advice_by_label.setdefault(line.label, (f"{line.place} runs {number} times in one call", _ASK_SCAN))
     for label, (evidence, advice) in advice_by_label.items():
         taken = analysis.cost({label})
@@ -59,11 +59,20 @@ def _labels_of_experts(watch: Watch) -> dict[int, Line]:
 
 def expert_loop(analysis: Analysis) -> Iterator[Suspect]:
     """Yield loops over experts. Grouped products save at most the time outside of products."""
-    watch = analysis.recording.watch
-    for label, line in _labels_of_experts(watch).items() if watch is not None else ():
+    for label, line in _labels_of_experts(analysis.watch).items():
         inside = analysis.under(analysis.labels[label].path)
         taken = analysis.cost(inside)
         products = analysis.cost(inside, PRODUCT)
-        times = watch.most[line]
+        times = analysis.watch.most[line]
         evidence = f"a loop at {line.place} runs {times} experts one by one"
         yield Suspect("expert loop", label, evidence, _ASK_EXPERTS, taken, most=taken - products)
+
+
+def _loops(most: Mapping[Line, int], least: int) -> Iterator[tuple[Line, int]]:
+    """Yield each function's most frequent line, if it ran often enough in one call of its module."""
+    best: dict[tuple[int, str, str], tuple[Line, int]] = {}
+    for line, number in most.items():
+        key = line.label, line.function, line.file
+        if number >= least and number > best.get(key, (line, 0))[1]:
+            best[key] = line, number
+    yield from best.values()

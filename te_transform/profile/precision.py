@@ -37,7 +37,7 @@ def single_precision(analysis: Analysis) -> Iterator[Suspect]:
             if op.name in FACTORED:
                 called = getattr(torch.ops.aten, op.name)
                 trial = Replacement(
-                    shapes, torch.float32, called, _Lowered(called, low), False, f"{op.name} in {low}"
+                    shapes, torch.float32, called, _lowered(called, low), False, f"{op.name} in {low}"
                 )
             taken = analysis.within(op)
             yield Suspect("fp32 products", op.label, evidence, advice, taken, trial, together=True)
@@ -118,13 +118,12 @@ def _widened_norm(kernel: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     return kernel(x.float()).to(x.dtype)
 
 
-class _Lowered:
-    """A product of tensors that were cast once, in the first call."""
+def _lowered(called: Callable[..., Tensor], low: torch.dtype) -> Callable[..., Tensor]:
+    """Return a product in a low dtype of tensors that are cast once, in the first call."""
+    cast: list[Tensor] = []
 
-    def __init__(self, called: Callable[..., Tensor], low: torch.dtype):
-        self.called, self.low = called, low
-        self.cast: list[Tensor] = []
+    def product(*tensors: Tensor) -> Tensor:
+        cast.extend(tensor.to(low) for tensor in tensors[len(cast) :])
+        return called(*cast)
 
-    def __call__(self, *tensors: Tensor) -> Tensor:
-        self.cast = self.cast or [tensor.to(self.low) for tensor in tensors]
-        return self.called(*self.cast)
+    return product

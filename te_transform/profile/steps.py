@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -38,20 +38,20 @@ class RecordedSteps:
     """The steps of a model.
 
     Attributes:
+        is_training: True if the steps have a backward.
         seconds: of each timed step, without the profiler.
         events: of one more step under the profiler.
         labels: the modules and sites of the ranges in `events`.
         watch: the torch calls of the first step; None for a converted or compiled model.
         recompiled: metrics of dynamo for each compilation after the first steps.
-        is_training: True if the steps have a backward.
     """
 
     is_training: bool
-    seconds: list[float] = field(default_factory=list)
-    events: list[Event] = field(default_factory=list)
-    labels: list[Label] = field(default_factory=list)
+    seconds: Sequence[float]
+    events: Sequence[Event]
+    labels: Sequence[Label]
     watch: Watch | None = None
-    recompiled: list[Any] = field(default_factory=list)
+    recompiled: Sequence[Any] = ()
 
 
 def device_of(model: nn.Module) -> torch.device:
@@ -67,24 +67,21 @@ def record(model: nn.Module, samples: Sequence[Inputs]) -> RecordedSteps:
         TraceError: the model fails on a sample.
     """
     trained = [p for p in model.parameters() if p.requires_grad] if model.training else []
-    recording = RecordedSteps(False)
-    ranges = Ranges(model)
+    ranges, watch = Ranges(model), None
     steps = _Steps(model, samples, trained)
     with preserved(model), _own_gradients(model), graphs_only:
         most = _MOST_CONVERTED if runners(model) else _MOST_COMPILED
         if not (runners(model) or is_compiled_inside(model)):
-            most, recording.watch = _MOST_EAGER - 1, Watch(ranges)
-            with ranges.on(), recording.watch:
+            most, watch = _MOST_EAGER - 1, Watch(ranges)
+            with ranges.on(), watch:
                 steps.run()
         compiled, seconds = [], []
         while len(seconds) < most and not all(gathered(_take_alike(seconds))):
             compiled.append(get_compilation_metrics())
             seconds.append(steps.run())
-        recording.seconds = seconds[-TIMED:]
-        recording.recompiled = [each for each in get_compilation_metrics() if each not in compiled[-TIMED]]
-        recording.events = _profiled(model, ranges, steps)
-    recording.labels, recording.is_training = ranges.labels, steps.have_backward
-    return recording
+        recompiled = [each for each in get_compilation_metrics() if each not in compiled[-TIMED]]
+        events = _profiled(model, ranges, steps)
+    return RecordedSteps(steps.have_backward, seconds[-TIMED:], events, ranges.labels, watch, recompiled)
 
 
 def _take_alike(seconds: Sequence[float]) -> bool:

@@ -27,12 +27,11 @@ def host_sync(analysis: Analysis) -> Iterator[Suspect]:
             costs[op.label] = costs.get(op.label, 0) + (
                 op.event.end - op.event.start if analysis.on_gpu else 0
             )
-    watch = analysis.recording.watch
-    if watch is None:
+    if analysis.recording.watch is None:
         for label, taken in costs.items():
             yield Suspect("host sync", label, "item() or nonzero() runs in the forward", _ASK_SYNC, taken)
         return
-    for line, number in watch.waits.items():
+    for line, number in analysis.watch.waits.items():
         evidence = f"{line.called.strip('_')} at {line.place} runs {number} time{'s' * (number > 1)} a step"
         yield Suspect("host sync", line.label, evidence, _ASK_SYNC, costs.pop(line.label, 0))
 
