@@ -316,6 +316,19 @@ def test_math_attention_is_tried_with_its_mask(monkeypatch: pytest.MonkeyPatch) 
     assert all(each.keywords["masked"] for trial in tried for each in (trial.before, trial.after))
 
 
+def test_a_trained_mask_is_not_needless() -> None:
+    class Biased(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(WIDTH, WIDTH)
+            self.mask = nn.Parameter(torch.zeros(LENGTH, LENGTH))  # hides nothing before the first step
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = super().forward(x)[:, None]
+            return F.scaled_dot_product_attention(x, x, x, self.mask)
+
+    assert "needless mask" not in by_name(profiled(nn.Sequential(Biased())))
+
+
 def test_an_untried_change_gains_at_most_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Replacements, "share", lambda *_: None)
     (finding,) = profiled(model("written out")).findings

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
@@ -96,8 +96,8 @@ class Watch(TorchFunctionMode):
             self._counts[call, line] += 1
             if _waits(name, args, kwargs):
                 self.waits[line] += 1
-            elif func is F.scaled_dot_product_attention:
-                self.masks.setdefault(line, set()).update(_mask_of(*args, **kwargs))
+            elif func is F.scaled_dot_product_attention and (hidden := _hidden_in(*args, **kwargs)):
+                self.masks.setdefault(line, set()).add(hidden)
             elif name == "einsum":
                 shapes = {each.shape for each in tree_leaves(args) if isinstance(each, Tensor)}
                 self.einsums.setdefault(label, set()).update(shapes)
@@ -140,18 +140,15 @@ def _choice_of_one(input: Tensor, dim: Any = None, *_: Any, **__: Any) -> Choice
 _CHOOSING_CALLS = {"topk": _choice_of, "argmax": _choice_of_one, "max": _choice_of_one}
 
 
-def _mask_of(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, *_: Any, **__: Any
-) -> Iterable[str]:
+def _hidden_in(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *_: Any, **__: Any
+) -> str:
+    """Return "nothing", "causal" or "other", from the values of the mask, or "" without a mask."""
     if attn_mask is None:
-        return ()
-    return (_hidden_by(attn_mask.detach(), query.shape[-2], key.shape[-2]),)
-
-
-def _hidden_by(mask: Tensor, rows: int, columns: int) -> str:
-    """Return "nothing", "causal" or "other", from the values of a mask."""
-    if mask.requires_grad:
+        return ""
+    if attn_mask.requires_grad:
         return "other"
+    mask, rows, columns = attn_mask, query.shape[-2], key.shape[-2]
     seen = mask if mask.dtype is torch.bool else mask == 0
     if bool(seen.all()):
         return "nothing"
@@ -159,13 +156,3 @@ def _hidden_by(mask: Tensor, rows: int, columns: int) -> str:
     causal = torch.ones(rows, columns, dtype=torch.bool, device=mask.device).tril()
     fits = rows == columns and seen.shape[-2:] == causal.shape
     return "causal" if fits and bool(is_hidden.all()) and bool((seen == causal).all()) else "other"
-
-
-def loops(most: Mapping[Line, int], least: int) -> Iterator[tuple[Line, int]]:
-    """Yield each function's most frequent line, if it ran often enough in one call of its module."""
-    best: dict[tuple[int, str, str], tuple[Line, int]] = {}
-    for line, number in most.items():
-        key = line.label, line.function, line.file
-        if number >= least and number > best.get(key, (line, 0))[1]:
-            best[key] = line, number
-    yield from best.values()
