@@ -8,17 +8,15 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Literal
 
-from rich import box
 from rich.console import Console, ConsoleOptions, Group, RenderResult
 from rich.measure import Measurement
-from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
 from te_transform.execution.console import as_text
 from te_transform.execution.timing import duration
 from te_transform.report.as_json import as_json
-from te_transform.report.report import Report
+from te_transform.report.report import Report, table_of, with_reasons
 
 _LEAST_PRINTED_SHARE = 0.005  # share of the step that a part needs for a line of its own in the text
 _WIDEST = 10_000  # columns, more than any table has
@@ -199,7 +197,7 @@ class Profile:
 
     def _parts(self, columns: Sequence[str]) -> Table:
         """Return the table of parts with these columns. Small parts share the last line."""
-        table = _profile_table(*columns)
+        table = table_of(*columns)
         small = [part for part in self.parts if part.seconds < _LEAST_PRINTED_SHARE * self.profiled]
         for part in self.parts:
             if part not in small:
@@ -223,13 +221,13 @@ class Profile:
         return {">time": duration(seconds), ">share": self._share(seconds), ">backward": duration(backward)}
 
     def _classes(self) -> Table:
-        table = _profile_table("operations", ">time", ">share")
+        table = table_of("operations", ">time", ">share")
         for kind, seconds in sorted(self.classes.items(), key=lambda item: -item[1]):
             table.add_row(kind, duration(seconds), self._share(seconds))
         return table
 
     def _ranks(self) -> list[Any]:
-        table = _profile_table("rank", ">step", ">exposed communication")
+        table = table_of("rank", ">step", ">exposed communication")
         for rank in self.ranks:
             table.add_row(str(rank.rank), duration(rank.seconds), duration(rank.exposed))
         return [Text(), table]
@@ -246,21 +244,11 @@ class Profile:
         return grid
 
     def _sites(self) -> Table:
-        table = _profile_table("convert()", ">sites", ">modules take", "where, and why not")
+        table = table_of("convert()", ">sites", ">modules take", "where, and why not")
         for site in self.sites:
             reasons = (*site.reasons, site.inactive) if site.inactive else site.reasons
-            why = [Padding(Text(f"- {reason}", style="dim"), (0, 0, 0, 2)) for reason in reasons]
             name = Text(f"{site.rule}, {'inactive' if site.inactive else site.status}")
             where = Text(site.path.replace(", ", "\n"))
-            table.add_row(name, Text(str(site.count)), Text(duration(site.seconds)), Group(where, *why))
+            cells = Text(str(site.count)), Text(duration(site.seconds)), with_reasons(where, reasons)
+            table.add_row(name, *cells)
         return table
-
-
-def _profile_table(*names: str) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False, show_edge=False)
-    for name in names:
-        if name.startswith(">"):
-            table.add_column(name[1:], justify="right", no_wrap=True)
-        else:
-            table.add_column(name, overflow="fold")
-    return table

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from os import PathLike
 from pathlib import Path
@@ -265,22 +265,34 @@ def _precise(plan: PrecisionPlan) -> Iterator[str]:
 
 def _site_table(rows: Sequence[Places]) -> Table:
     """Return the table of fused and refused sites, with counts, active counts and reasons."""
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False, show_edge=False)
     refused = [places for places in rows if not places.is_fused]
     priced = any(places.saved for places in refused)
-    table.add_column("rule", overflow="fold")
-    for name in ("fused", "active", *["refused"] * bool(refused), *["costs"] * priced):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("where, and why not", overflow="fold")
+    numbers = (">fused", ">active", *[">refused"] * bool(refused), *[">costs"] * priced)
+    table = table_of("rule", *numbers, "where, and why not")
     for places in rows:
         style = "yellow" if not places.is_fused else "green" if places.active else "cyan"
-        # Text, not str: brackets in a shape are not markup
-        reasons = [Padding(Text(f"- {reason}", style="dim"), (0, 0, 0, 2)) for reason in places.reasons]
-        cell = Group(Text("\n".join(places.lines), overflow="fold"), *reasons)
+        where = Text("\n".join(places.lines), overflow="fold")
         if places.is_fused:
             counts = [str(places.count), str(places.active)]
         else:
             counts = ["", "", str(places.count), *[duration(places.saved) if places.saved else ""] * priced]
-        counts += [""] * (len(table.columns) - 2 - len(counts))
-        table.add_row(Text(places.rule, style=style), *map(Text, counts), cell)
+        counts += [""] * (len(numbers) - len(counts))
+        table.add_row(Text(places.rule, style=style), *map(Text, counts), with_reasons(where, places.reasons))
+    return table
+
+
+def with_reasons(where: Text, reasons: Iterable[str]) -> Group:
+    """Return the cell of places with a line for each reason."""
+    # Text, not str: brackets in a shape are not markup
+    return Group(where, *(Padding(Text(f"- {reason}", style="dim"), (0, 0, 0, 2)) for reason in reasons))
+
+
+def table_of(*names: str) -> Table:
+    """Return a table with these columns; ">" before a name aligns its numbers at the right."""
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False, show_edge=False)
+    for name in names:
+        if name.startswith(">"):
+            table.add_column(name[1:], justify="right", no_wrap=True)
+        else:
+            table.add_column(name, overflow="fold")
     return table
