@@ -116,16 +116,15 @@ class AnyPair:
 
     def contenders(self, case: Case) -> Contenders:
         """Return the models to run in this case."""
-        outputs = self._outputs(case)
-        return Contenders(
-            self._original(case, outputs),
-            self._second(case, outputs, self.other),
-            self._original(case, outputs, double=True),
+        visible, is_autocast = self._visible(case.inputs), case.mode == _AUTOCAST
+        outputs = Outputs(self.model, self.layout.rename, visible, self.held_names, is_autocast)
+        second = Subject(
+            self._call(self.other, case, outputs),
+            self.layout.theirs.items,
+            partial(same_state, self.other),
+            self.layout.pull_back,
         )
-
-    def _outputs(self, case: Case) -> Outputs:
-        visible = self._visible(case.inputs)
-        return Outputs(self.model, self.layout.rename, visible, self.held_names, case.mode == _AUTOCAST)
+        return Contenders(self._original(case, outputs), second, self._original(case, outputs, double=True))
 
     def _visible(self, inputs: Inputs) -> Visible:
         said = getattr(getattr(self.model, "config", None), "is_encoder_decoder", False)
@@ -140,10 +139,6 @@ class AnyPair:
         subject = Subject.of(self.model, partial(original_code, self.model, double))
         call = self._call(self.model, case, outputs, double)
         return replace(subject, call=call, parameters=parameters)
-
-    def _second(self, case: Case, outputs: Outputs, model: nn.Module) -> Subject:
-        call, within = self._call(model, case, outputs), partial(same_state, model)
-        return Subject(call, self.layout.theirs.items, within, self.layout.pull_back)
 
     def _call(
         self, model: nn.Module, case: Case, outputs: Outputs, double: bool = False
@@ -173,21 +168,17 @@ class AnyPair:
 
     def _blamed(self, case: Case) -> tuple[str, list[str]]:
         """Return the path of the first module that differs in a case that fails, and notes about it."""
-        second = uncompiled(self.other)
-        call_uncompiled(second)
+        pair = replace(self, other=uncompiled(self.other))
+        call_uncompiled(pair.other)
         for model in self.models:
             model.train(case.training)
-        outputs, visible = self._outputs(case), self._visible(case.inputs)
-
-        def tape(model: nn.Module, rename: Callable[[str], str | None]) -> Tape:
-            return Tape(model, rename, visible)
-
+        visible = self._visible(case.inputs)
         searching = status("searching for the first module that differs")
         with searching, torch.set_grad_enabled(case.gradients):
             difference = first_difference(
-                lambda: (self._original(case, outputs), tape(self.model, self.layout.rename)),
-                lambda: (self._original(case, outputs, double=True), tape(self.model, self.layout.rename)),
-                lambda: (self._second(case, outputs, second), tape(second, lambda path: path)),
+                pair.contenders(case),
+                partial(Tape, self.model, self.layout.rename, visible),
+                partial(Tape, pair.other, str, visible),
                 case.inputs,
             )
         if difference is not None:

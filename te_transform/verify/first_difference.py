@@ -15,34 +15,33 @@ from torch import Tensor
 
 from te_transform.graph.errors import in_full
 from te_transform.graph.inputs import Inputs
-from te_transform.verify.compare import GRADIENT, Row, compare_with_draws
+from te_transform.verify.compare import GRADIENT, Contenders, Row, compare_with_draws
 from te_transform.verify.judged import in_dtype
 from te_transform.verify.replay import Run, Subject, run
 from te_transform.verify.tape import Moment, Tape
 
-Taped = Callable[[], tuple[Subject, Tape]]
 _Key = tuple[Moment, int]  # a moment, and the position of a tensor among those that enter or leave
 
 
 def first_difference(
-    original: Taped, reference: Taped, other: Taped, inputs: Inputs
+    contenders: Contenders, own_tape: Callable[[], Tape], their_tape: Callable[[], Tape], inputs: Inputs
 ) -> tuple[str, str] | None:
     """Return the path of the first module that differs, and a sentence about it; None if none does.
 
     Args:
-        original: A function that returns the original, and a tape that records it.
-        reference: The same for the original in fp64.
-        other: The same for the other model.
-        inputs: The inputs of a case that fails.
+        contenders: The models in a case that fails.
+        own_tape: A function that returns a tape to record a run of the original.
+        their_tape: The same for the other model.
+        inputs: The inputs of the case.
     """
     try:
-        own, run = _record_tape(original, inputs)
+        own, run = _record_tape(contenders.original, own_tape(), inputs)
         how = {"cotangents": run.cotangents}
-        exact, _ = _record_tape(reference, inputs, **how, drawn=run.drawn, double=True)
+        exact, _ = _record_tape(contenders.reference, own_tape(), inputs, **how, drawn=run.drawn, double=True)
     except _Raised:  # the original does not run with hooks
         return None
     try:
-        theirs, _ = _record_tape(other, inputs, **how)
+        theirs, _ = _record_tape(contenders.converted, their_tape(), inputs, **how)
     except _Raised as error:
         return error.path, f"the second model raises in it: {error}"
     keys = _paired(own, theirs)
@@ -50,7 +49,7 @@ def first_difference(
 
     def drawn(seed: int) -> Run:
         with torch.enable_grad():
-            tape, _ = _record_tape(original, inputs, **how, rounding=seed)
+            tape, _ = _record_tape(contenders.original, own_tape(), inputs, **how, rounding=seed)
         return _as_run(tape, keys, like=own)
 
     rows = compare_with_draws(converted, first, wide, drawn)
@@ -66,9 +65,7 @@ class _Raised(Exception):
         self.path = path
 
 
-def _record_tape(taped: Taped, inputs: Inputs, **how: object) -> tuple[Tape, Run]:
-    subject, tape = taped()
-
+def _record_tape(subject: Subject, tape: Tape, inputs: Inputs, **how: object) -> tuple[Tape, Run]:
     def call(*args: object, **kwargs: object) -> object:
         with tape.recording():
             return subject.call(*args, **kwargs)
