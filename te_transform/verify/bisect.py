@@ -25,20 +25,15 @@ def bisect_failures(suspects: Sequence[str], fails: Callable[[Sequence[str]], bo
 
 
 @contextlib.contextmanager
-def with_observer(
-    model: nn.Module, see: Callable[[CapturedGraph, Sequence[Any]], None] | None
-) -> Iterator[None]:
-    """Run every captured graph fused, and call `see` with each called graph and its arguments.
-
-    If `see` is None, run the graphs as outside of verify().
-    """
+def with_observer(model: nn.Module, see: Callable[[CapturedGraph, Sequence[Any]], None]) -> Iterator[None]:
+    """Run every captured graph fused, and call `see` with each called graph and its arguments."""
     with unwritten() as writes:
 
         def watch(graph: CapturedGraph, arguments: Sequence[Any]) -> None:
             writes.note_graph(graph.captured, arguments)
             see(graph, arguments)
 
-        with with_setting(runners(model), "observer", None if see is None else Observer(watch)):
+        with with_setting(runners(model), "observer", Observer(watch)):
             yield
 
 

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
-import torch
 from torch import nn
 
 from te_transform.backends.limits import ignore_size_limits
-from te_transform.execution.attach import runners, without_extensions
+from te_transform.execution.attach import runners, with_setting, without_extensions
 from te_transform.graph.inputs import Inputs
-from te_transform.graph.preserve import same_state
 from te_transform.verify.bisect import Called, bisect_failures, with_observer
 from te_transform.verify.cases import Case, all_rows, failed, rows_of_case
 from te_transform.verify.compare import Contenders
@@ -57,7 +55,7 @@ class Conversion:
         """Compare the models on all sets of inputs."""
         for model in self.models:
             call_uncompiled(model)
-        self._learn(samples)
+        self.recipes.learn(samples[0])
         called = Called(self.converted)
         with with_observer(self.converted, called.note):
             rows, failing, skipped = all_rows(sets, self)
@@ -75,7 +73,7 @@ class Conversion:
             Subject.of(self.model, partial(original_code, self.model)),
             Subject.of(self.converted, partial(without_extensions, self.converted)),
             Subject.of(self.model, partial(original_code, self.model, double=True)),
-            partial(self.recipes.emulation, self.model) if self.recipes.by_runner else nullcontext,
+            partial(self.recipes.emulation, self.model),
             rehearsals=1 if self.recipes.delayed else 0,
             around=self._fresh(case.mode),
         )
@@ -83,22 +81,10 @@ class Conversion:
     @contextmanager
     def _fresh(self, mode: str) -> Iterator[None]:
         """Run the converted model with fresh scales, and at any size unless the mode has size limits."""
-        sizes = with_observer(self.converted, None) if mode == _BY_SIZE else ignore_size_limits
+        unobserved = with_setting(runners(self.converted), "observer", None)
+        sizes = unobserved if mode == _BY_SIZE else ignore_size_limits
         with self.recipes.fresh_scales(), sizes:
             yield
-
-    def _learn(self, samples: list[Inputs]) -> None:
-        """Find out which products run in FP8."""
-        for training in (True, False) if self.recipes.by_runner else ():
-            self.converted.train(training)
-            args, kwargs = samples[0].clone()
-            with (
-                same_state(self.converted),
-                self.recipes.fresh_scales(),
-                self.recipes.learn(),
-                torch.set_grad_enabled(training),
-            ):
-                self.converted(*args, **kwargs)
 
     def _guilty(self, failing: list[Case], called: Called) -> list[str]:
         """Return the paths of the `called` sites that make these cases fail."""

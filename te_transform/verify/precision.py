@@ -6,11 +6,14 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from te_transform.backends.fp8.registry import read_state, state_of
 from te_transform.execution.attach import runners
 from te_transform.execution.captured_graph import CapturedGraph
+from te_transform.graph.inputs import Inputs
+from te_transform.graph.preserve import same_state
 from te_transform.plan.match import Site
 from te_transform.verify.bisect import with_observer
 from te_transform.verify.emulate import emulated, formats_of
@@ -38,9 +41,14 @@ class Recipes:
     def delayed(self) -> bool:
         return any(recipe.delayed() for recipe in self.by_runner.values())
 
-    def learn(self) -> contextlib.AbstractContextManager:
-        """Record the weights of the products that run in FP8 during this context."""
-        return with_observer(self.converted, self._note)
+    def learn(self, sample: Inputs) -> None:
+        """Record the weights of the products that run in FP8, in a call in each mode."""
+        for training in (True, False) if self.by_runner else ():
+            self.converted.train(training)
+            args, kwargs = sample.clone()
+            observed = with_observer(self.converted, self._note)
+            with same_state(self.converted), self.fresh_scales(), observed, torch.set_grad_enabled(training):
+                self.converted(*args, **kwargs)
 
     def _note(self, graph: CapturedGraph, arguments: Sequence[Any]) -> None:
         names = self.weights.get(id(graph.owner))
