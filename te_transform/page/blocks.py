@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
+from te_transform.graph.grouped import grouped
 from te_transform.graph.nodes import called
 from te_transform.page.division import DrawnPiece, Side, divided
 from te_transform.page.pairs import inactive_reason, rule_of
@@ -43,15 +44,11 @@ class Block:
 
 def blocks_of(parts: Iterable[Part], refused: Sequence[Outcome] = ()) -> list[Block]:
     """Return the blocks of all captured graphs, in the order of data flow. Equal pieces are one block."""
-    alike: dict[tuple, list[DrawnPiece]] = {}
-    sites_by_key: dict[tuple, tuple[Outcome, ...]] = {}
-    for part in parts:
-        pieces = divided(part)
-        for piece in pieces:
-            sites = tuple(_refused_in(piece, pieces, refused))
-            key = _shape(piece), sites
-            alike.setdefault(key, []).append(piece)
-            sites_by_key[key] = sites
+    alike = grouped(
+        ((_shape(piece), tuple(_refused_in(piece, pieces, refused))), piece)
+        for pieces in map(divided, parts)
+        for piece in pieces
+    )
     names = [listed(path for piece in pieces for path in piece.paths) for pieces in alike.values()]
     home = {
         node: (number, pair)
@@ -61,11 +58,11 @@ def blocks_of(parts: Iterable[Part], refused: Sequence[Outcome] = ()) -> list[Bl
         for node in (*pair.before, *pair.after)
     }
     blocks = []
-    for number, (key, pieces) in enumerate(alike.items()):
+    for number, ((_, sites), pieces) in enumerate(alike.items()):
         sketch = Sketch(number, pieces, home, names)
         paths = dict.fromkeys(path for piece in pieces for path in piece.paths)
         before, after = sketch.side("before"), sketch.side("after")
-        blocks.append(Block(tuple(paths), before, after, sites_by_key[key], tuple(sorted(sketch.sources))))
+        blocks.append(Block(tuple(paths), before, after, sites, tuple(sorted(sketch.sources))))
     return blocks
 
 

@@ -8,6 +8,7 @@ from collections.abc import Container, Iterable, Iterator
 
 from torch import nn
 
+from te_transform.graph.grouped import grouped
 from te_transform.profile.classes import CLASSES, IDLE
 from te_transform.profile.ranges import Label, Ranges
 from te_transform.profile.result import PartTime
@@ -90,11 +91,9 @@ class Analysis:
 
     def parts(self) -> Iterator[PartTime]:
         """Yield the parts of the step, the most expensive first. Equal layers are one part."""
-        groups: dict[tuple[str, str, str], list[int]] = {}
-        for number in sorted({number for number, _, _ in self.by_label}):
-            groups.setdefault(alike(self.labels[number]), []).append(number)
-        parts = (self._part(numbers) for numbers in groups.values())
-        yield from sorted(parts, key=lambda part: -part.seconds)
+        numbers = sorted({number for number, _, _ in self.by_label})
+        groups = grouped((alike(self.labels[number]), number) for number in numbers)
+        yield from sorted(map(self._part, groups.values()), key=lambda part: -part.seconds)
 
     def _part(self, numbers: list[int]) -> PartTime:
         first, kinds, backward = self.labels[numbers[0]], Counter(), 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from te_transform.graph.grouped import grouped
 from te_transform.profile.analysis import NS, Analysis, alike, where
 from te_transform.profile.attentions import math_attention, needless_mask, written_out_attention
 from te_transform.profile.dense_experts import dense_experts
@@ -33,12 +34,8 @@ _LEAST_GAIN_SHARE = 0.001  # the share of the step from which a measured gain is
 
 def findings(analysis: Analysis, trials: Replacements) -> tuple[Finding, ...]:
     """Return all findings, the largest gain first. The most expensive operations are tried first."""
-    groups: dict[tuple[object, ...], list[Suspect]] = {}
-    for finder in FINDERS:
-        for suspect in finder(analysis):
-            layer = () if suspect.together else alike(analysis.labels[suspect.label])
-            key = suspect.what, layer, suspect.advice
-            groups.setdefault(key, []).append(suspect)
+    suspects = [suspect for finder in FINDERS for suspect in finder(analysis)]
+    groups = grouped((_key_of(analysis, suspect), suspect) for suspect in suspects)
     costly_first = sorted(groups.values(), key=lambda group: -sum(each.taken for each in group))
     results = [_finding(analysis, group, trials) for group in costly_first]
     step = analysis.scale * analysis.total
@@ -51,12 +48,16 @@ def findings(analysis: Analysis, trials: Replacements) -> tuple[Finding, ...]:
     return tuple(sorted(kept, key=lambda finding: -finding.gain))
 
 
+def _key_of(analysis: Analysis, suspect: Suspect) -> tuple[object, ...]:
+    layer = () if suspect.together else alike(analysis.labels[suspect.label])
+    return suspect.what, layer, suspect.advice
+
+
 def _finding(analysis: Analysis, group: list[Suspect], trials: Replacements) -> Finding:
-    layers: dict[object, list[Suspect]] = {}
-    for suspect in sorted(group, key=lambda suspect: -suspect.taken):
-        layers.setdefault(alike(analysis.labels[suspect.label]), []).append(suspect)
+    costly_first = sorted(group, key=lambda suspect: -suspect.taken)
+    layers = grouped((alike(analysis.labels[suspect.label]), suspect) for suspect in costly_first)
     gains = [_gain(analysis, layer, trials) for layer in layers.values()]
-    largest = max(group, key=lambda suspect: suspect.taken)
+    largest = costly_first[0]
     labels = {suspect.label: analysis.labels[suspect.label] for suspect in group}
     return Finding(
         largest.what,

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from te_transform.graph.grouped import grouped
 from te_transform.graph.nodes import dtype_name
 from te_transform.profile.analysis import Analysis
 from te_transform.profile.classes import NORM, PRODUCT
@@ -74,11 +75,10 @@ def _is_outer(op: Op) -> bool:
 def single_precision_norms(analysis: Analysis) -> Iterator[Suspect]:
     """Yield norms in fp32 of a model with mostly bf16 or fp16 parameters. Autocast runs norms in fp32."""
     low = _stored_dtype(p for p in analysis.model.parameters() if p.is_floating_point())
-    norms: dict[int, list[Op]] = {}
-    for op in analysis.forward() if low is not None else ():
-        if op.kind == NORM and op.outer is op and _is_single(op):
-            norms.setdefault(op.label, []).append(op)
-    for label, ops in norms.items():
+    if low is None:
+        return
+    norms = (op for op in analysis.forward() if op.kind == NORM and op.outer is op and _is_single(op))
+    for label, ops in grouped((op.label, op) for op in norms).items():
         yield _norm_suspect(analysis, label, ops, low)
 
 

@@ -14,8 +14,10 @@ from torch import nn
 from te_transform.backends.ranks import gathered
 from te_transform.execution.attach import runner_of
 from te_transform.graph.errors import message_of
+from te_transform.graph.grouped import grouped
 from te_transform.graph.inputs import Inputs, as_inputs
 from te_transform.graph.keywords import suggests
+from te_transform.graph.nodes import path_below
 from te_transform.graph.preserve import ParametersWritten, one_at_a_time, same_random
 from te_transform.inspect import inspect
 from te_transform.plan.model import ModelError, check_module
@@ -159,10 +161,10 @@ def _planned(model: nn.Module) -> tuple[str, nn.Module]:
 
 def _sites(plan_report: Report, root: str, analysis: Analysis) -> Iterator[SiteTime]:
     """Yield the sites of a report on the module at the path `root`, with times."""
-    groups: dict[tuple[str, str, tuple[str, ...], str], list[str]] = {}
-    for site in plan_report.sites:
-        path = ".".join(filter(None, (root, site.path)))
-        groups.setdefault((site.rule, site.status, site.reasons, site.inactive), []).append(path)
+    groups = grouped(
+        ((site.rule, site.status, site.reasons, site.inactive), path_below(root, site.path))
+        for site in plan_report.sites
+    )
     times = []
     for (rule, status, reasons, inactive), paths in groups.items():
         inside = set().union(*(analysis.under(path) for path in paths))

@@ -12,6 +12,7 @@ from torch import fx, nn
 from te_transform.backends import plain
 from te_transform.backends.limits import DTYPES, break_even_rows
 from te_transform.graph.edit import snapshot
+from te_transform.graph.grouped import grouped
 from te_transform.graph.nodes import path_below, value
 from te_transform.graph.pattern import spelled_as, targets_of, within
 from te_transform.plan import cost, memory
@@ -98,11 +99,9 @@ def compose(
 
 def _report_parts(plans: Iterable[tuple[str, Plan]]) -> Iterator[Part]:
     """Yield each graph once, with the paths of all modules that share it."""
-    by_graph: dict[fx.GraphModule, tuple[Plan, list[str]]] = {}
-    for path, plan in plans:
-        by_graph.setdefault(plan.captured, (plan, []))[1].append(path)
-    for plan, paths in by_graph.values():
-        yield Part(tuple(paths), plan.before, snapshot(plan.canonical))
+    for several in grouped((plan.captured, (path, plan)) for path, plan in plans).values():
+        plan = several[0][1]
+        yield Part(tuple(path for path, _ in several), plan.before, snapshot(plan.canonical))
 
 
 def _unmatched_rules(plans: Sequence[tuple[str, Plan]], options: Options) -> Iterator[str]:
@@ -197,10 +196,8 @@ def _outcomes(by_graph: Iterable[Iterable[Outcome]], modules: Collection[str]) -
     """
     alike: dict[Outcome, list[Outcome]] = {}
     for outcomes in by_graph:
-        own: dict[Outcome, list[Outcome]] = {}
-        for outcome in outcomes:
-            outcome = replace(outcome, path=_module_at(outcome.path, modules))
-            own.setdefault(outcome, []).append(outcome)
+        named = [replace(outcome, path=_module_at(outcome.path, modules)) for outcome in outcomes]
+        own = grouped((outcome, outcome) for outcome in named)
         alike |= {key: each for key, each in own.items() if len(each) > len(alike.get(key, ()))}
     return chain.from_iterable(alike.values())
 

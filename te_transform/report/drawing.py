@@ -5,7 +5,6 @@ The model's own tensors have no line in a listing and no box in a drawing; the c
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from te_transform.graph.grouped import grouped
 from te_transform.graph.nodes import called, dtype_name, name_in_model, path_of, value
 
 _ITEMS = 6  # shown items of a list or a dictionary
@@ -41,7 +41,7 @@ def listing(graph: fx.Graph) -> list[tuple[str, bool]]:
 def dot(graph: fx.Graph) -> str:
     """Return Graphviz text: a cluster and a color per block of the model, with a frame around fused nodes."""
     nodes = [node for node in graph.nodes if not name_in_model(node)]
-    blocks = by_block(nodes)
+    blocks = grouped((_block_of(module_text(node)), node) for node in nodes)
     lines = ["digraph model {", '  node [shape=box, style="rounded,filled", fontname="sans-serif"];']
     for number, (block, members) in enumerate(blocks.items()):
         boxes = [_box(node, _COLORS[number % len(_COLORS)] if block else "white") for node in members]
@@ -61,15 +61,7 @@ def module_text(node: fx.Node) -> str:
     return "" if node.op == "placeholder" else path_of(node)
 
 
-def by_block(nodes: Iterable[fx.Node]) -> dict[str, list[fx.Node]]:
-    """Return the nodes of each block, with blocks in the order of their first node."""
-    blocks: dict[str, list[fx.Node]] = {}
-    for node in nodes:
-        blocks.setdefault(block_of(module_text(node)), []).append(node)
-    return blocks
-
-
-def block_of(path: str) -> str:
+def _block_of(path: str) -> str:
     """Return the block that a path belongs to: `h.3` for h.3.mlp.fc1, `model` for model.norm."""
     parts = path.split(".")
     depth = next((depth for depth, part in enumerate(parts, 1) if part.isdecimal()), 1)

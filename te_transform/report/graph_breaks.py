@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from te_transform.graph.capture import is_switched_off
+from te_transform.graph.grouped import grouped
 from te_transform.report.places import listed
 
 _SWITCHED_OFF = (
@@ -58,9 +59,7 @@ def explain_graphs(
         reasons: dynamo's reasons for code that it does not capture, each with the function that it traced.
         is_set: True if a forward is set on the model itself.
     """
-    modules: dict[fx.GraphModule, list[str]] = {}
-    for path, graph in graphs:
-        modules.setdefault(graph, []).append(path)
+    modules = grouped((graph, path) for path, graph in graphs)
     if not modules:
         why = _SWITCHED_OFF if is_switched_off() else SET_ON_MODEL if is_set else ""
         yield f"the forward was not captured: {why}your own code runs"

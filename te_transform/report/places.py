@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import groupby
 
+from te_transform.graph.grouped import grouped
 from te_transform.plan.rule import Outcome
 
 
@@ -42,10 +43,7 @@ class Places:
 
 def gather(outcomes: Iterable[Outcome]) -> list[Places]:
     """Group outcomes by rule and reasons, both in the order of their first outcome."""
-    alike: dict[str, dict[tuple[str, ...], list[Outcome]]] = {}
-    for outcome in outcomes:
-        why = outcome.reasons or (outcome.inactive,) * bool(outcome.inactive)
-        alike.setdefault(outcome.rule, {}).setdefault(why, []).append(outcome)
+    by_rule = grouped((outcome.rule, outcome) for outcome in outcomes)
     return [
         Places(
             rule,
@@ -55,8 +53,8 @@ def gather(outcomes: Iterable[Outcome]) -> list[Places]:
             sum(o.saved for o in group),
             group[0].status == "fused",
         )
-        for rule, by_reasons in alike.items()
-        for why, group in by_reasons.items()
+        for rule, own in by_rule.items()
+        for why, group in grouped((o.reasons or (o.inactive,) * bool(o.inactive), o) for o in own).items()
     ]
 
 

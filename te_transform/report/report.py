@@ -18,6 +18,7 @@ from torch import fx
 
 from te_transform.execution.console import as_text
 from te_transform.execution.timing import Timing, duration
+from te_transform.graph.grouped import grouped
 from te_transform.graph.keywords import did_you_mean
 from te_transform.graph.nodes import called, name_in_model, path_of
 from te_transform.passes import CATALOGUE
@@ -255,10 +256,7 @@ def _calls(count: int) -> str:
 
 
 def _precise(plan: PrecisionPlan) -> Iterator[str]:
-    by_reason: dict[str | None, list[str]] = {}
-    for path, why in plan.sites.items():
-        by_reason.setdefault(why, []).append(path)
-    for why, paths in by_reason.items():
+    for why, paths in grouped((why, path) for path, why in plan.sites.items()).items():
         sentence = f"in {plan.name}: {listed(paths)}"
         yield sentence if why is None else f"not {sentence}, because {why}"
 

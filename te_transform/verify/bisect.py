@@ -11,6 +11,7 @@ from torch import nn
 from te_transform.execution.attach import runners, with_setting
 from te_transform.execution.captured_graph import CapturedGraph, Observer
 from te_transform.execution.writes import unwritten
+from te_transform.graph.grouped import grouped
 from te_transform.graph.nodes import path_below
 from te_transform.plan.match import Site
 
@@ -59,11 +60,11 @@ class Called:
     @property
     def sites(self) -> dict[str, list[tuple[CapturedGraph, Site]]]:
         """The sites of these graphs by path in the model; a path has one site per size and mode."""
-        sites: dict[str, list[tuple[CapturedGraph, Site]]] = {}
-        for graph, path in self.paths.items():
-            for site in graph.plan.sites:
-                sites.setdefault(path_below(path, site.path), []).append((graph, site))
-        return sites
+        return grouped(
+            (path_below(path, site.path), (graph, site))
+            for graph, path in self.paths.items()
+            for site in graph.plan.sites
+        )
 
     @contextlib.contextmanager
     def only(self, paths: Collection[str]) -> Iterator[None]:

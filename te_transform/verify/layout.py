@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from te_transform.graph.errors import in_a_line, raised_at
+from te_transform.graph.grouped import grouped
 from te_transform.graph.keywords import ArgumentError, did_you_mean
 from te_transform.verify.compare import Row
 from te_transform.verify.names import Names, check_names, names_in, plain_name, renaming, some
@@ -114,10 +115,8 @@ class Layout:
     def _untied(self) -> Iterator[list[str]]:
         """Yield the names of several trained parameters of the second model that are one in the first."""
         first = {plain_name(n): p for n, p in self.first.named_parameters(remove_duplicate=False)}
-        groups: dict[int, list[str]] = {}
-        for name, parameter in first.items():
-            if (new := self.rename(name)) in self.theirs:
-                groups.setdefault(id(parameter), []).append(new)
+        renamed = ((id(parameter), self.rename(name)) for name, parameter in first.items())
+        groups = grouped((key, name) for key, name in renamed if name in self.theirs)
         yield from (names for names in groups.values() if len({*names}) > 1)
 
     @property
