@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity
 from torch.profiler import profile as profiler
 
 from te_transform.backends.ranks import gathered
-from te_transform.execution.attach import runners
+from te_transform.execution.attach import runners, with_setting
 from te_transform.execution.timing import scalar_of, wait_for_gpu
 from te_transform.execution.trials import graphs_only
 from te_transform.graph.inputs import Inputs, TraceError
@@ -113,14 +113,12 @@ def _own_gradients(model: nn.Module) -> Iterator[None]:
     hooks = [(own, dict(own)) for p in parameters if (own := p._post_accumulate_grad_hooks)]
     for own, _ in hooks:
         own.clear()
-    before = [(parameter, parameter.grad) for parameter in parameters]
     try:
-        yield
+        with with_setting(parameters, "grad", None):
+            yield
     finally:
         for own, was in hooks:
             own.update(was)
-        for parameter, gradient in before:
-            parameter.grad = gradient
         for _, gradient, values in kept:  # DDP's buckets hold these gradients
             gradient.detach().copy_(values)
 

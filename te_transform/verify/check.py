@@ -15,6 +15,7 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import is_fake
 from torch.utils._python_dispatch import _disable_current_modes
 
+from te_transform.execution.attach import with_setting
 from te_transform.execution.captured_graph import CapturedGraph
 from te_transform.execution.lower import lower, reference
 from te_transform.graph.errors import in_full
@@ -71,16 +72,10 @@ def _apart(tensors: list[Tensor]) -> Iterator[None]:
     Random states do not change, hooks of parameters do not run, and a checkpoint around the call does not
     record the check's operations.
     """
-    parameters = [tensor for tensor in tensors if isinstance(tensor, nn.Parameter)]
-    hooks = [(parameter, parameter._backward_hooks) for parameter in parameters if parameter._backward_hooks]
-    try:
-        for parameter, _ in hooks:
-            parameter._backward_hooks = None
-        with torch.inference_mode(False), same_random(tensors), _disable_current_modes():
-            yield
-    finally:
-        for parameter, hooks_before in hooks:
-            parameter._backward_hooks = hooks_before
+    hooked = [each for each in tensors if isinstance(each, nn.Parameter) and each._backward_hooks]
+    unhooked = with_setting(hooked, "_backward_hooks", None)
+    with unhooked, torch.inference_mode(False), same_random(tensors), _disable_current_modes():
+        yield
 
 
 def _own_argument(argument: Any) -> Any:
