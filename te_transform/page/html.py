@@ -37,9 +37,3 @@ def whole(title: str, body: str, blocks: Sequence[Block]) -> str:
         scripts = f"<script>{_asset('dagre.js')}</script><script>{_asset('page.js')}</script>"
         shown = f"<main>{body}{model(blocks)}</main>{_DETAIL}{scripts}"
     return f'<!doctype html>\n<html lang="en"><head>{head}</head><body>{shown}</body></html>\n'
-
-
-def in_frame(body: str, whole_page: str) -> str:
-    """Return a summary with the whole page in a collapsed frame that isolates the page's style and script."""
-    frame = f'<iframe srcdoc="{escape(whole_page)}" style="width: 100%; height: 45rem; border: 0"></iframe>'
-    return f"{body}\n<details><summary>before and after, block by block</summary>{frame}</details>"

@@ -11,7 +11,6 @@ from te_transform.page.bars import bars_of_report, chart
 from te_transform.page.html import whole
 from te_transform.page.render import drawn_blocks
 from te_transform.page.tables import breakable, facts, heading, notes_of, table, tables
-from te_transform.report.places import gather, most_valuable_first
 
 _SHOWN_PARTS = 12
 
@@ -25,7 +24,7 @@ def page_of_profile(profile: Any) -> str:
     sites = ""
     if report is not None:
         charts += bars_of_report(report.overview, blocks)
-        sites = tables(gather(report.fused), most_valuable_first(gather(report.refused)))
+        sites = tables(report)
     text = f"<details><summary>as text</summary><pre>{escape(str(profile))}</pre></details>"
     shown = [
         heading(profile.title),

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from html import escape
+
 from te_transform.execution.timing import versions
 from te_transform.graph.nodes import name_in_model
 from te_transform.page.bars import bars_of_report
 from te_transform.page.blocks import Block, blocks_of
 from te_transform.page.details import argument_text
-from te_transform.page.html import in_frame, whole
+from te_transform.page.html import whole
 from te_transform.page.tables import facts, heading, notes_of, tables
 from te_transform.report.drawing import Part, described
-from te_transform.report.places import gather, most_valuable_first
 from te_transform.report.report import Report
 
 
@@ -24,7 +25,9 @@ def notebook(report: Report) -> str:
     """Return the overview and the tables of the report, with the page in a collapsed frame."""
     blocks = drawn_blocks(report)
     body = body_of(report, blocks)
-    return in_frame(body, whole(report.title, body, blocks))
+    page_in_frame = escape(whole(report.title, body, blocks))  # a frame isolates the page's style and script
+    frame = f'<iframe srcdoc="{page_in_frame}" style="width: 100%; height: 45rem; border: 0"></iframe>'
+    return f"{body}\n<details><summary>before and after, block by block</summary>{frame}</details>"
 
 
 def drawn_blocks(report: Report) -> list[Block]:
@@ -35,8 +38,8 @@ def drawn_blocks(report: Report) -> list[Block]:
 def body_of(report: Report, blocks: list[Block]) -> str:
     """Return the page above the drawing: title, overview, tables, and facts."""
     charts = f'<section class="charts">{"".join(bars_of_report(report.overview, blocks))}</section>'
-    site_tables = tables(gather(report.fused), most_valuable_first(gather(report.refused)))
-    shown = (heading(report.title), facts(_about(report)), charts, site_tables, notes_of(report.all_notes()))
+    notes = notes_of(report.all_notes())
+    shown = (heading(report.title), facts(_about(report)), charts, tables(report), notes)
     return "\n".join(filter(None, shown))
 
 

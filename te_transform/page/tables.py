@@ -8,7 +8,8 @@ from html import escape
 
 from te_transform.execution.timing import duration
 from te_transform.page.colors import hue_of
-from te_transform.report.places import Places
+from te_transform.report.places import Places, gather, most_valuable_first
+from te_transform.report.report import Report
 
 _NUMBER_COLUMNS = (
     "fused", "refused", "active", "saves", "costs", "time", "share", "backward", "step",
@@ -33,11 +34,11 @@ def notes_of(notes: Iterable[str]) -> str:
     return f'<details class="notes"><summary>notes</summary><ul>{listed}</ul></details>' if listed else ""
 
 
-def tables(fused: Sequence[Places], refused: Sequence[Places]) -> str:
+def tables(report: Report) -> str:
     """Return the tables of refused and of fused sites."""
     groups = [
-        ("What would gain most", "refused", "costs", refused),
-        ("What was fused", "fused", "saves", fused),
+        ("What would gain most", "refused", "costs", most_valuable_first(gather(report.refused))),
+        ("What was fused", "fused", "saves", gather(report.fused)),
     ]
     return "\n".join(
         f"<h2>{title}</h2>{table(name, [_table_row(name, priced, places) for places in rows])}"

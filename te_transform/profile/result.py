@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from os import PathLike
 from pathlib import Path
 from typing import Any, Literal
@@ -156,11 +156,9 @@ class Profile:
 
     def to_json(self) -> str:
         """Return the profile as JSON, without the report's graphs; "schema" is the version of its fields."""
-        kept = {name: value for name, value in vars(self).items() if name != "report"}
-        lists = {
-            name: [asdict(each) for each in kept[name]] for name in ("parts", "findings", "sites", "ranks")
-        }
-        return as_json({**kept, **lists})
+        fields = asdict(replace(self, report=None))
+        del fields["report"]
+        return as_json(fields)
 
     def to_html(self, path: str | PathLike[str]) -> None:
         """Write the profile to `path` as one self-contained HTML page."""
@@ -171,7 +169,7 @@ class Profile:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         parts = self._widest_parts(console, options)
         shown: list[Any] = [Text(self.title, style="bold"), Text(), parts, Text(), self._classes()]
-        shown += self._ranks() if self.ranks else []
+        shown += [Text(), self._ranks()] if self.ranks else []
         shown += [Text(), self._findings()] if self.findings else []
         shown += [Text(), self._sites()] if self.sites else []
         shown += [Text(), *(Text(f"note: {note}") for note in self.notes)] if self.notes else []
@@ -226,11 +224,11 @@ class Profile:
             table.add_row(kind, duration(seconds), self._share(seconds))
         return table
 
-    def _ranks(self) -> list[Any]:
+    def _ranks(self) -> Table:
         table = table_of("rank", ">step", ">exposed communication")
         for rank in self.ranks:
             table.add_row(str(rank.rank), duration(rank.seconds), duration(rank.exposed))
-        return [Text(), table]
+        return table
 
     def _findings(self) -> Table:
         grid = Table.grid(padding=(0, 1))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator
 
 from te_transform.profile.analysis import Analysis
@@ -21,12 +22,10 @@ _ASK_LAUNCH = (
 
 def host_sync(analysis: Analysis) -> Iterator[Suspect]:
     """Yield calls that wait for the GPU. On a CPU they cost nothing, and are reported for a later GPU."""
-    costs: dict[int, int] = {}
+    costs: Counter[int] = Counter()
     for op in analysis.forward():
         if op.outer is op and op.name in _WAITING_OPS:
-            costs[op.label] = costs.get(op.label, 0) + (
-                op.event.end - op.event.start if analysis.on_gpu else 0
-            )
+            costs[op.label] += (op.event.end - op.event.start) * analysis.on_gpu
     if analysis.recording.watch is None:
         for label, taken in costs.items():
             yield Suspect("host sync", label, "item() or nonzero() runs in the forward", _ASK_SYNC, taken)
