@@ -46,7 +46,7 @@ _ASK_FUSED = (
 def math_attention(analysis: Analysis) -> Iterator[Suspect]:
     """Yield calls of scaled_dot_product_attention that ran its math backend."""
     for op in analysis.forward():
-        if op.name == _MATH and op.outer is not None:
+        if op.name == _MATH:
             call = op.outer.event
             shapes, has_mask = call.shapes[:3], len(call.shapes) > 3 and bool(call.dtypes[3])
             evidence = f"the math backend of {_SDPA} ran on {list(shapes[0])}{' with a mask' * has_mask}"
@@ -95,8 +95,7 @@ def _are_of_one(first: Op, last: Op) -> bool:
         return False
     (_, rows, _), (_, _, columns) = scores = factor_shapes(first)
     of_values = factor_shapes(last)
-    is_in_sdpa = first.outer is not None and first.outer.name == _SDPA
-    return not is_in_sdpa and of_values[0] == (scores[0][0], rows, columns)
+    return first.outer.name != _SDPA and of_values[0] == (scores[0][0], rows, columns)
 
 
 def _written_out_suspect(analysis: Analysis, ops: Sequence[Op]) -> Suspect:
@@ -116,8 +115,7 @@ def _written_out_suspect(analysis: Analysis, ops: Sequence[Op]) -> Suspect:
         analysis.recording.is_training,
         f"attention {options}",
     )
-    of_one = {op.outer for op in ops}
-    taken = sum(analysis.by_outer[op] for op in of_one if op is not None)
+    taken = sum(analysis.by_outer[op] for op in {op.outer for op in ops})
     details = " and ".join(filter(None, ("a mask" * has_mask, "dropout" * has_dropout)))
     evidence = f"attention of [{heads}, {rows}, {columns}] is written out{f' with {details}' * bool(details)}"
     return Suspect("written-out attention", first.label, evidence, _ASK_SDPA, taken, trial)

@@ -33,7 +33,7 @@ def dense_experts(analysis: Analysis) -> Iterator[Suspect]:
 
 def _suspect(analysis: Analysis, around: str, products: list[Op], line: Line, choice: Choice) -> Suspect:
     """Return the products of one module with experts as a slow operation of this module."""
-    taken = sum(analysis.by_outer[op.outer] for op in products if op.outer is not None)
+    taken = sum(analysis.by_outer[op.outer] for op in products)
     most = taken - taken * choice.chosen // choice.among
     label = next((n for n, label in enumerate(analysis.labels) if n and label.path == around), line.label)
     evidence = (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 from torch import nn
@@ -69,14 +70,12 @@ class Called:
     @contextlib.contextmanager
     def only(self, paths: Collection[str]) -> Iterator[None]:
         """Run only the sites at these paths fused, and all others as captured."""
-        off: dict[CapturedGraph, set[Site]] = {}
-        for path, pairs in self.sites.items():
-            for graph, site in pairs:
-                off.setdefault(graph, set()).update(() if path in paths else (site,))
+        others = (pairs for path, pairs in self.sites.items() if path not in paths)
+        off = grouped(chain.from_iterable(others))
         before = [(graph, graph.disabled) for graph in off]
         try:
             for graph, disabled in before:
-                graph.disable(disabled | off[graph])
+                graph.disable(disabled | {*off[graph]})
             yield
         finally:
             for graph, disabled in before:
