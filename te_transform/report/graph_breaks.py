@@ -85,8 +85,7 @@ def explain_breaks(graphs: Iterable[fx.GraphModule], reasons: Mapping[str, str])
     """
     # graphs that dynamo did not make have no reason
     ends = [why for g in graphs if (why := getattr(g, "compile_subgraph_reason", None)) and why.graph_break]
-    places = [(_user_frame(why.user_stack), _title(why.reason)) for why in ends]
-    breaks = [_sentence(at.filename, at.lineno, at.line, title) for at, title in places]
+    breaks = [_sentence(why.user_stack, why.reason) for why in ends]
     yield from dict.fromkeys(breaks or itertools.starmap(explain_reason, reasons.items()))
 
 
@@ -96,21 +95,18 @@ def explain_reason(reason: str, function: str) -> str:
     The sentence names the line of code, or the traced `function` if dynamo does not say which line it was.
     """
     if frames := [FrameSummary(file, int(line), "", line=code) for file, line, code in _CODE.findall(reason)]:
-        at = _user_frame(frames)
-        return _sentence(at.filename, at.lineno, at.line, _title(reason))
+        return _sentence(frames, reason)
     title = _title(reason)
     return f"dynamo cannot capture {function} ({title}): your own code runs there{_advice_for(title)}"
 
 
-def _user_frame(stack: Sequence[FrameSummary]) -> FrameSummary:
-    """Return the innermost frame outside PyTorch, or the innermost frame if all are in PyTorch."""
-    return next((at for at in reversed(stack) if not at.filename.startswith(_TORCH)), stack[-1])
-
-
-def _sentence(file: str, line: int | None, code: str | None, title: str) -> str:
+def _sentence(stack: Sequence[FrameSummary], reason: str) -> str:
+    """Return a sentence on the innermost line of code outside PyTorch, or on the innermost line."""
+    at = next((at for at in reversed(stack) if not at.filename.startswith(_TORCH)), stack[-1])
+    title = _title(reason)
     why = f" ({title})" if title else ""
-    where = f'{Path(file).name}:{line} has "{code}", which dynamo cannot capture{why}'
-    return f"{where}: your own code runs there{_advice_for(f'{code} {title}')}"
+    where = f'{Path(at.filename).name}:{at.lineno} has "{at.line}", which dynamo cannot capture{why}'
+    return f"{where}: your own code runs there{_advice_for(f'{at.line} {title}')}"
 
 
 def _advice_for(said: str) -> str:
