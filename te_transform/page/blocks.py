@@ -70,15 +70,13 @@ def _refused_in(
     piece: DrawnPiece, pieces: Sequence[DrawnPiece], refused: Iterable[Outcome]
 ) -> Iterator[Outcome]:
     """Yield the refused sites in a piece, with relative paths. A site belongs to the innermost piece."""
+    if piece is not next(other for other in pieces if other.path == piece.path):
+        return  # the code after the layers, whose first piece has the sites
     others = [other.paths[0] for other in pieces if len(other.paths[0]) > len(piece.paths[0])]
-    first = next(other for other in pieces if other.path == piece.path)
     for site in refused:
         inner = _relative_path(piece.paths[0], site.path)
-        if (
-            piece is first
-            and inner is not None
-            and all(_relative_path(other, site.path) is None for other in others)
-        ):
+        is_deeper = any(_relative_path(other, site.path) is not None for other in others)
+        if inner is not None and not is_deeper:
             yield replace(site, path=inner)
 
 
