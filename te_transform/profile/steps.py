@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import cycle
 from typing import Any
 
 import torch
@@ -92,7 +93,7 @@ def _take_alike(seconds: Sequence[float]) -> bool:
 
 def _profiled(model: nn.Module, ranges: Ranges, steps: _Steps) -> list[Event]:
     activities = [ProfilerActivity.CPU]
-    activities += [ProfilerActivity.CUDA] if steps.on_gpu else []
+    activities += [ProfilerActivity.CUDA] if device_of(model).type == "cuda" else []
     with ExitStack() as stack:
         stack.enter_context(ranges.on())
         stack.enter_context(labeled_graphs(model, ranges))
@@ -127,14 +128,12 @@ class _Steps:
     """The steps of a model, each on the next sample."""
 
     def __init__(self, model: nn.Module, samples: Sequence[Inputs], trained: Sequence[Tensor]):
-        self.model, self.samples, self.trained = model, samples, trained
-        self.on_gpu = device_of(model).type == "cuda"
-        self.number, self.have_backward = 0, False
+        self.model, self.samples, self.trained = model, cycle(samples), trained
+        self.have_backward = False
 
     def run(self, within: Any = None) -> float:
         """Run a step and return its seconds."""
-        sample = self.samples[self.number % len(self.samples)]
-        self.number += 1
+        sample = next(self.samples)
         args, kwargs = sample.clone()
         for parameter in self.trained:
             parameter.grad = None

@@ -80,12 +80,12 @@ class Replacements:
                 torch.randn(s, dtype=torch.float32, device=self.device).to(trial.dtype) for s in trial.shapes
             ]
             tensors = [tensor.requires_grad_(trial.backward) for tensor in tensors]
-            times = {False: float("inf"), True: float("inf")}
-            for number in range(_ROUNDS + 1):  # the first round warms up
-                for is_after, function in ((False, trial.before), (True, trial.after)):
-                    taken = self._seconds(function, tensors, trial.backward)
-                    times[is_after] = min(times[is_after], taken) if number else float("inf")
-        return times[True] / times[False]
+            rounds = [
+                [self._seconds(function, tensors, trial.backward) for function in (trial.before, trial.after)]
+                for _ in range(_ROUNDS + 1)
+            ]
+        before, after = map(min, zip(*rounds[1:], strict=True))  # the first round warms up
+        return after / before
 
     def _seconds(self, function: Callable[..., Tensor], tensors: list[Tensor], backward: bool) -> float:
         wait_for_gpu()
