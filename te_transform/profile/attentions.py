@@ -12,9 +12,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from te_transform.profile.analysis import Analysis
-from te_transform.profile.suspect import Suspect
 from te_transform.profile.tree import FACTORED, Op, factor_shapes
-from te_transform.profile.trials import EVENT_DTYPES, Replacement
+from te_transform.profile.trials import EVENT_DTYPES, Replacement, Suspect
 
 _SDPA_BACKENDS = [
     SDPBackend.FLASH_ATTENTION,

@@ -10,9 +10,8 @@ from math import prod
 from torch import Tensor
 
 from te_transform.profile.analysis import Analysis, alike
-from te_transform.profile.suspect import Suspect
 from te_transform.profile.tree import FACTORED, Op, factor_shapes
-from te_transform.profile.trials import EVENT_DTYPES, Replacement
+from te_transform.profile.trials import EVENT_DTYPES, Replacement, Suspect
 from te_transform.profile.watch import Choice, Line
 
 _ASK_CHOSEN = (

@@ -9,8 +9,7 @@ from te_transform.profile.dense_experts import dense_experts
 from te_transform.profile.loops import expert_loop, recurrence
 from te_transform.profile.precision import single_precision, single_precision_norms
 from te_transform.profile.result import Finding
-from te_transform.profile.suspect import Suspect
-from te_transform.profile.trials import Replacements
+from te_transform.profile.trials import Replacements, Suspect
 from te_transform.profile.waits import host_sync, launches, recompilation
 
 FINDERS = (

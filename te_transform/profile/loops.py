@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 
 from te_transform.profile.analysis import Analysis
 from te_transform.profile.classes import PRODUCT
-from te_transform.profile.suspect import Suspect
+from te_transform.profile.trials import Suspect
 from te_transform.profile.watch import Line, Watch
 
 _LEAST_REPETITIONS = 48  # runs of a line in one call of its module from which it is a loop over positions

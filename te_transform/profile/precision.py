@@ -14,9 +14,8 @@ from te_transform.graph.grouped import grouped
 from te_transform.graph.nodes import dtype_name
 from te_transform.profile.analysis import Analysis
 from te_transform.profile.classes import NORM, PRODUCT
-from te_transform.profile.suspect import Suspect
 from te_transform.profile.tree import FACTORED, Op, factor_shapes
-from te_transform.profile.trials import EVENT_DTYPES, Replacement
+from te_transform.profile.trials import EVENT_DTYPES, Replacement, Suspect
 
 
 def single_precision(analysis: Analysis) -> Iterator[Suspect]:

@@ -1,4 +1,4 @@
-"""Try a change: time two functions on random tensors of a step's shapes."""
+"""Slow operations, and the gain of a change: two functions are timed on random tensors of a step's shapes."""
 
 from __future__ import annotations
 
@@ -40,6 +40,30 @@ class Replacement(NamedTuple):
     after: Callable[..., Tensor]
     backward: bool
     name: str  # equal trials have equal names, shapes and dtypes
+
+
+class Suspect(NamedTuple):
+    """A slow operation of a step.
+
+    Attributes:
+        what: the name of the finding.
+        label: the number of the module's label.
+        evidence: what ran, as a clause.
+        advice: what to change.
+        taken: the cost in nanoseconds that the change affects.
+        trial: the change on tensors of the same shapes, or None if it cannot be tried.
+        most: the largest gain in nanoseconds; None means `taken`.
+        together: True if one finding names all modules, False for a finding per kind of layer.
+    """
+
+    what: str
+    label: int
+    evidence: str
+    advice: str
+    taken: int
+    trial: Replacement | None = None
+    most: int | None = None
+    together: bool = False
 
 
 @dataclass

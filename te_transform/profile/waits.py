@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from te_transform.profile.analysis import Analysis
 from te_transform.profile.classes import IDLE
 from te_transform.profile.steps import TIMED
-from te_transform.profile.suspect import Suspect
+from te_transform.profile.trials import Suspect
 
 _WAITING_OPS = ("item", "nonzero", "is_nonzero", "masked_select", "equal")
 _MOST_IDLE_SHARE = 0.1  # share of the step that a GPU may wait without a finding
