@@ -8,8 +8,7 @@ from typing import Any
 
 from te_transform.execution.timing import duration, versions
 from te_transform.page.bars import bars_of_report, chart
-from te_transform.page.html import whole
-from te_transform.page.render import drawn_blocks
+from te_transform.page.render import drawn_blocks, whole
 from te_transform.page.tables import breakable, facts, heading, notes_of, table, tables
 
 _SHOWN_PARTS = 12
