@@ -197,26 +197,23 @@ class Profile:
         """Return the table of parts with these columns. Small parts share the last line."""
         table = table_of(*columns)
         small = [part for part in self.parts if part.seconds < _LEAST_PRINTED_SHARE * self.profiled]
-        for part in self.parts:
-            if part not in small:
-                name = f"{part.path} x{part.count}" if part.count > 1 else part.path
-                cells = {
-                    "part": name,
-                    "class": f"fused: {part.rule}" if part.rule else part.kind,
-                    "mostly": max(part.classes, key=lambda kind: part.classes[kind]),
-                }
-                if part.rule and "class" not in columns:
-                    cells["part"] = f"{name}: {part.rule}"
-                cells |= self._times(part.seconds, part.backward)
-                table.add_row(*(Text(cells[column]) for column in columns))
+        shown = [(part, None) for part in self.parts if part not in small]
         if small:
-            cells = {"part": f"{len(small)} smaller {'part' if len(small) == 1 else 'parts'}"}
-            cells |= self._times(sum(part.seconds for part in small), sum(part.backward for part in small))
-            table.add_row(*(Text(cells.get(column, "")) for column in columns), style="dim")
+            name = f"{len(small)} smaller {'part' if len(small) == 1 else 'parts'}"
+            seconds, backward = sum(part.seconds for part in small), sum(part.backward for part in small)
+            shown.append((PartTime(name, "", 1, seconds, backward, {}), "dim"))
+        for part, style in shown:
+            name = f"{part.path} x{part.count}" if part.count > 1 else part.path
+            cells = {
+                "part": f"{name}: {part.rule}" if part.rule and "class" not in columns else name,
+                "class": f"fused: {part.rule}" if part.rule else part.kind,
+                ">time": duration(part.seconds),
+                ">share": self._share(part.seconds),
+                ">backward": duration(part.backward),
+                "mostly": max(part.classes, key=lambda kind: part.classes[kind], default=""),
+            }
+            table.add_row(*(Text(cells[column]) for column in columns), style=style)
         return table
-
-    def _times(self, seconds: float, backward: float) -> dict[str, str]:
-        return {">time": duration(seconds), ">share": self._share(seconds), ">backward": duration(backward)}
 
     def _classes(self) -> Table:
         table = table_of("operations", ">time", ">share")
