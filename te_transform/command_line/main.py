@@ -17,7 +17,7 @@ import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib import resources
 from pathlib import Path
@@ -96,16 +96,12 @@ def _bad_input() -> tuple[type[Exception], ...]:
     return (LoadError,) if commands is None else commands.BAD_INPUT
 
 
-def _with_torch(name: str) -> Callable[[argparse.Namespace], int]:
-    """Return a function that imports and runs the command `name`, which needs torch."""
-
-    def command(asked: argparse.Namespace) -> int:
-        with status("importing torch"):
-            commands = importlib.import_module("te_transform.command_line.commands")
-        with _quiet_logs():  # importing torch sets up its logs
-            return getattr(commands, name)(asked)
-
-    return command
+def _run_with_torch(asked: argparse.Namespace) -> int:
+    """Import torch, and run the command."""
+    with status("importing torch"):
+        commands = importlib.import_module("te_transform.command_line.commands")
+    with _quiet_logs():  # importing torch sets up its logs
+        return getattr(commands, f"run_{asked.command}")(asked)
 
 
 @contextmanager
@@ -153,6 +149,7 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
     """Return the parser, and those of the commands."""
     parser = argparse.ArgumentParser(prog="te-transform", description="Transformers on fused ops.")
     parser.add_argument("--version", action=_Version, nargs=0, help="print the versions of the packages")
+    parser.set_defaults(run=_run_with_torch)
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
 
     planned = commands.add_parser("inspect", help="report what would be fused, and why not the rest")
@@ -162,18 +159,15 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
     planned.add_argument(
         "--times", action="store_true", help="predict the time of a call on an H100 in each execution mode"
     )
-    planned.set_defaults(run=_with_torch("run_inspect"))
 
     compared = commands.add_parser("verify", help="compare outputs and gradients of two models")
     _add_model(compared, length=64)
     _add_second(compared)
     _add_output(compared)
-    compared.set_defaults(run=_with_torch("run_verify"))
 
     tuned = commands.add_parser("tune", help="time each execution mode here, and store the fastest")
     _add_model(tuned, length=2048)
     _add_output(tuned)
-    tuned.set_defaults(run=_with_torch("run_tune"))
 
     _add_profile(
         commands.add_parser("profile", help="report what each part of a step costs, and why it is slow")
@@ -200,7 +194,6 @@ def _add_profile(parser: argparse.ArgumentParser) -> None:
         "--budget", type=_parse_duration, metavar="TIME", help="fail if a step takes longer, such as 120ms"
     )
     parser.add_argument("--no-plan", action="store_true", help="leave out what convert() would change")
-    parser.set_defaults(run=_with_torch("run_profile"))
 
 
 def _add_model(parser: argparse.ArgumentParser, length: int) -> None:
@@ -311,7 +304,7 @@ def _explain(asked: argparse.Namespace) -> int:
     elif asked.rule in known:
         print(known[asked.rule])
     elif all(asked.rule.partition(":")):
-        return _with_torch("run_explain")(asked)
+        return _run_with_torch(asked)
     else:
         raise LoadError(
             f"expected a rule, one of {', '.join(known)}, or package.module:RULE, got {asked.rule!r}"
