@@ -24,6 +24,10 @@ SET_ON_MODEL = (
     "a forward is set on the model itself, as accelerate's prepare() sets one for mixed precision, but the "
     "forward of its class is needed; convert first, then prepare; "
 )
+_OF_TENSOR = (
+    "compute the assigned value before the conversion, or keep it in a local variable: dynamo does not "
+    "know the attributes of a tensor that the forward creates"
+)
 # words of a line or of dynamo's reason -> what to do; the first entry that matches applies
 _ADVICE = {
     "layerdrop": "set layerdrop to 0 in the model's config",
@@ -34,14 +38,13 @@ _ADVICE = {
         "forwards make a missing one only outside of a trace"
     ),
     "assert ": "python -O removes asserts, which leaves one graph",
+    "GetAttrVariable(TensorVariable": _OF_TENSOR,  # PyTorch 2.11
     "Data-dependent": "select between tensors with torch.where(), or pass the condition as a Python bool",
     "Tensor.item()": "keep the value a tensor, or compute it before the forward and pass a Python number",
-    "python_type()": (
-        "compute the assigned value before the conversion, or keep it in a local variable: dynamo does not "
-        "know the attributes of a tensor that the forward creates"
-    ),
+    "python_type()": _OF_TENSOR,
 }
 _TORCH = str(Path(torch.__file__).parent)
+_TRIED = re.compile(r"Developer debug context: (.*)")
 _CODE = re.compile(r'File "([^"]+)", line (\d+), in \S+, code: (.+)')
 
 
@@ -106,7 +109,8 @@ def _sentence(stack: Sequence[FrameSummary], reason: str) -> str:
     title = _title(reason)
     why = f" ({title})" if title else ""
     where = f'{Path(at.filename).name}:{at.lineno} has "{at.line}", which dynamo cannot capture{why}'
-    return f"{where}: your own code runs there{_advice_for(f'{at.line} {title}')}"
+    tried = "".join(_TRIED.findall(reason))
+    return f"{where}: your own code runs there{_advice_for(f'{at.line} {title} {tried}')}"
 
 
 def _advice_for(said: str) -> str:
