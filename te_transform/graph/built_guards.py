@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 from torch._dynamo.guards import GuardBuilder, GuardManagerType
 from torch._guards import Guard, Source
 
-from te_transform.graph.dynamo_patches import Patch, call_after
+from te_transform.graph.dynamo_patches import Patch, around, call_after
 from te_transform.graph.lambda_guards import add_guard, description
 
 
 def built_patches() -> Iterator[Patch]:
     """Yield the methods of dynamo that build guards, with their wrappers."""
     yield GuardBuilder, "EQUALS_MATCH", call_after(_guard_numbers)
-    yield GuardBuilder, "EMPTY_NN_MODULE_HOOKS_DICT", _guard_no_hooks
-    yield GuardBuilder, "requires_key_order_guarding", _has_order
+    yield GuardBuilder, "EMPTY_NN_MODULE_HOOKS_DICT", around(_guard_no_hooks)
+    yield GuardBuilder, "requires_key_order_guarding", around(_has_order)
 
 
 def _guard_numbers(self: Any, guard: Guard, *_: Any, **__: Any) -> None:
@@ -34,26 +33,21 @@ def _exact_text(value: Any) -> Hashable:
     return frozenset(map(repr, value)) if isinstance(value, frozenset) else repr(value)
 
 
-def _guard_no_hooks(own: Callable[..., Any]) -> Callable[..., Any]:
+def _guard_no_hooks(own: Callable[..., Any], self: Any, guard: Guard) -> None:
     """Guard that a module has no hooks by one guard, in place of dynamo's guard for each dict of hooks."""
-
-    @functools.wraps(own)
-    def guard_hooks(self: Any, guard: Guard) -> None:
-        module = guard.originating_source.base
-        attributes = self.get(module).__dict__
-        if not _has_no_hooks(attributes):
-            own(self, guard)
-            return
-        code_part = f"not ({module.name}._forward_hooks or other hooks)"
-        if code_part in self.already_added_code_parts:
-            return
-        self.already_added_code_parts.add(code_part)
-        manager = self.get_guard_manager_from_source(module).get_generic_dict_manager(
-            f"{module.name}.__dict__", attributes, GuardManagerType.GUARD_MANAGER
-        )
-        add_guard(manager, guard, _has_no_hooks, code_part)
-
-    return guard_hooks
+    module = guard.originating_source.base
+    attributes = self.get(module).__dict__
+    if not _has_no_hooks(attributes):
+        own(self, guard)
+        return
+    code_part = f"not ({module.name}._forward_hooks or other hooks)"
+    if code_part in self.already_added_code_parts:
+        return
+    self.already_added_code_parts.add(code_part)
+    manager = self.get_guard_manager_from_source(module).get_generic_dict_manager(
+        f"{module.name}.__dict__", attributes, GuardManagerType.GUARD_MANAGER
+    )
+    add_guard(manager, guard, _has_no_hooks, code_part)
 
 
 def _has_no_hooks(attributes: dict[str, Any]) -> bool:
@@ -68,18 +62,13 @@ def _has_no_hooks(attributes: dict[str, Any]) -> bool:
         return False
 
 
-def _has_order(own: Callable[..., bool]) -> Callable[..., bool]:
+def _has_order(own: Callable[..., bool], self: Any, source: Source) -> bool:
     """Guard no order of keys in an empty dict with attributes, such as a config that inherits from dict.
 
     The manager of dicts, which guards the order, checks an empty dict by its size alone. Dynamo's manager of
     objects checks the attributes, and a guard of dynamo the size.
     """
-
-    @functools.wraps(own)
-    def is_guarded(self: Any, source: Source) -> bool:
-        return own(self, source) and not _is_empty(self.get(source))
-
-    return is_guarded
+    return own(self, source) and not _is_empty(self.get(source))
 
 
 def _is_empty(value: Any) -> bool:

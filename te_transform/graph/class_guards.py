@@ -6,7 +6,6 @@ Each graph has one such guard, since all objects of a class share the class.
 from __future__ import annotations
 
 import enum
-import functools
 import gc
 import operator
 import sys
@@ -22,7 +21,7 @@ from torch._dynamo.variables.user_defined import UserDefinedClassVariable, UserD
 from torch._guards import Guard
 
 from te_transform.graph.content import are_the_same, home_of, objects
-from te_transform.graph.dynamo_patches import IS_2_13, Patch, call_after, call_before, leave_to_user
+from te_transform.graph.dynamo_patches import IS_2_13, Patch, around, call_after, call_before, leave_to_user
 from te_transform.graph.lambda_guards import add_guard, notes_of_capture, while_unchanged
 
 _MISSING = object()
@@ -38,7 +37,7 @@ def class_patches() -> Iterator[Patch]:
     yield UserDefinedObjectVariable, "__init__", call_after(_check_truth)
     yield UserDefinedClassVariable, "call_function", call_before(_check_construction)
     if not IS_2_13:
-        yield UserDefinedObjectVariable, "var_getattr", _truth_by_length
+        yield UserDefinedObjectVariable, "var_getattr", around(_truth_by_length)
 
 
 def has_users_class(variable: VariableTracker) -> bool:
@@ -74,21 +73,16 @@ def _check_truth(_: Any, value: Any, *__: Any, **___: Any) -> None:
         leave_to_user(f"dynamo does not call the __bool__ that {type(value).__name__} defines")
 
 
-def _truth_by_length(own: Callable[..., Any]) -> Callable[..., Any]:
+def _truth_by_length(own: Callable[..., Any], self: Any, tx: Any, name: str) -> Any:
     """Look up the truth of an object by its length, where a class of Python's library defines `__len__`.
 
     PyTorch 2.11 takes an empty list, dict or str of a derived class for true.
     """
-
-    @functools.wraps(own)
-    def look_up(self: Any, tx: Any, name: str) -> Any:
-        kind = type(self.value)
-        length = getattr(kind, "__len__", None)
-        if name == "__bool__" and length and not isfunction(length) and not hasattr(kind, name):
-            return UserMethodVariable(_is_not_empty, self)
-        return own(self, tx, name)
-
-    return look_up
+    kind = type(self.value)
+    length = getattr(kind, "__len__", None)
+    if name == "__bool__" and length and not isfunction(length) and not hasattr(kind, name):
+        return UserMethodVariable(_is_not_empty, self)
+    return own(self, tx, name)
 
 
 def _is_not_empty(items: Any) -> bool:

@@ -25,6 +25,19 @@ def patched(patches: Iterable[Patch]) -> Iterator[None]:
         yield
 
 
+def around(act: Callable[..., Any]) -> Callable[[Any], Any]:
+    """Return a wrapper of a method that calls `act` instead, with the method and the method's arguments."""
+
+    def wrap(own: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(own)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return act(own, *args, **kwargs)
+
+        return call
+
+    return wrap
+
+
 def call_before(act: Callable[..., None]) -> Callable[[Any], Any]:
     """Return a wrapper of a method that first calls `act` with the method's arguments."""
 

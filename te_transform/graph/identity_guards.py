@@ -7,7 +7,6 @@ changes.
 
 from __future__ import annotations
 
-import functools
 import operator
 import types
 from collections.abc import Callable, Iterable, Iterator
@@ -22,7 +21,7 @@ from torch._dynamo.variables.lazy import LazyVariableTracker
 from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 from torch._guards import Guard, Source
 
-from te_transform.graph.dynamo_patches import IS_2_13, Patch, call_after, call_before
+from te_transform.graph.dynamo_patches import IS_2_13, Patch, around, call_after, call_before
 from te_transform.graph.lambda_guards import guard_at_root, notes_of_capture, value_of
 
 COMPARED_BY_VALUE = frozenset((bool, int, float, complex, str, bytes, type(None)))  # by ==, as keys
@@ -44,7 +43,7 @@ def identity_patches() -> Iterator[Patch]:
         yield UserDefinedObjectVariable, "is_python_equal", call_before(_guard_compared)
         yield UserDefinedObjectVariable, "call_method", call_before(_guard_eq)
         yield dicts.ConstDictVariable._HashableTracker, "__init__", call_after(_guard_hashed)
-    yield builder, "make_dupe_guard", _one_object_in_two_places
+    yield builder, "make_dupe_guard", around(_one_object_in_two_places)
     for name in ("_track_obj", "track_mutable"):
         yield SideEffects, name, call_before(_note_tracked)
     for name in ("mutation", "store_attr"):
@@ -77,17 +76,12 @@ def _guard_hashed(self: Any, _: VariableTracker) -> None:
         _guard_identity(key.source)
 
 
-def _one_object_in_two_places(own: Callable[..., Any]) -> Callable[..., Any]:
+def _one_object_in_two_places(own: Callable[..., Any], source: Source, known: Source | None) -> Any:
     """Guard that an argument and a global variable stay one object, where dynamo has no guard."""
-
-    @functools.wraps(own)
-    def guard(source: Source, known: Source | None) -> Any:
-        guard_of_duplicate = own(source, known)
-        if guard_of_duplicate is None and known is not None and known != source:
-            _guard_identity(source, known)
-        return guard_of_duplicate
-
-    return guard
+    guard_of_duplicate = own(source, known)
+    if guard_of_duplicate is None and known is not None and known != source:
+        _guard_identity(source, known)
+    return guard_of_duplicate
 
 
 class _Compared:

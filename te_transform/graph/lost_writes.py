@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -17,22 +16,22 @@ from torch._dynamo.variables.functions import UserFunctionVariable, UserMethodVa
 from torch._dynamo.variables.user_defined import UserDefinedClassVariable, UserDefinedObjectVariable
 
 from te_transform.graph.class_guards import guard_class_attribute
-from te_transform.graph.dynamo_patches import IS_2_13, Patch, call_after, call_before, leave_to_user
+from te_transform.graph.dynamo_patches import IS_2_13, Patch, around, call_after, call_before, leave_to_user
 
 
 def write_patches() -> Iterator[Patch]:
     """Yield the dynamo methods that trace writes, with their wrappers."""
     yield SideEffects, "store_attr", call_before(_check_owner)
-    yield builder.VariableBuilder, "_wrap", _lists_in_tuples  # dynamo caches wrap_listlike()
+    yield builder.VariableBuilder, "_wrap", around(_lists_in_tuples)  # dynamo caches wrap_listlike()
     if IS_2_13:
         yield dicts.SideEffectsProxyDict, "__init__", call_after(_follow_writes)
         yield user_defined.OrderedDictVariable, "call_method", call_after(_write_order)
-        yield UserFunctionVariable, "tp_descr_get_impl", _bound_as_written
-        yield UserMethodVariable, "reconstruct", _bind_again
+        yield UserFunctionVariable, "tp_descr_get_impl", around(_bound_as_written)
+        yield UserMethodVariable, "reconstruct", around(_bind_again)
     else:
         yield dicts.ConstDictVariable, "call_method", call_after(_write_order)
-        yield UserDefinedObjectVariable, "method_setattr_standard", _property_setter
-        yield UserDefinedClassVariable, "var_getattr", _lists_of_classes
+        yield UserDefinedObjectVariable, "method_setattr_standard", around(_property_setter)
+        yield UserDefinedClassVariable, "var_getattr", around(_lists_of_classes)
         yield user_defined.UserDefinedTupleVariable, "__init__", call_after(_keep_items)
 
 
@@ -57,51 +56,43 @@ def _follow_writes(self: Any, _: VariableTracker, tx: Any) -> None:
     self.side_effects = _Writes(tx.output)
 
 
-def _bound_as_written(own: Callable[..., Any]) -> Callable[..., Any]:
+def _bound_as_written(
+    own: Callable[..., Any], self: Any, tx: Any, held: VariableTracker, owner: VariableTracker
+) -> Any:
     """Trace `function.__get__(held)`: dynamo looks the method up by the function's name, after the graph."""
-
-    @functools.wraps(own)
-    def bind(self: Any, tx: Any, held: VariableTracker, owner: VariableTracker) -> Any:
-        method = own(self, tx, held, owner)
-        kind = type(getattr(held, "value", None))
-        if inspect.getattr_static(kind, self.fn.__name__, None) is not self.fn:
-            method.source = None
-        return method
-
-    return bind
+    method = own(self, tx, held, owner)
+    kind = type(getattr(held, "value", None))
+    if inspect.getattr_static(kind, self.fn.__name__, None) is not self.fn:
+        method.source = None
+    return method
 
 
-def _bind_again(own: Callable[..., Any]) -> Callable[..., Any]:
+def _bind_again(own: Callable[..., Any], self: Any, codegen: Any) -> None:
     """Make a method without a source after the graph, from its function and its object."""
-
-    @functools.wraps(own)
-    def write(self: Any, codegen: Any) -> None:
-        if self.source_fn is None or type(self) is not UserMethodVariable:
-            return own(self, codegen)
-        codegen.add_push_null(lambda: codegen.load_import_from("types", "MethodType"))
-        codegen(self.source_fn)
-        codegen(self.obj)
-        codegen.extend_output(create_call_function(2, False))
-
-    return write
+    if self.source_fn is None or type(self) is not UserMethodVariable:
+        return own(self, codegen)
+    codegen.add_push_null(lambda: codegen.load_import_from("types", "MethodType"))
+    codegen(self.source_fn)
+    codegen(self.obj)
+    codegen.extend_output(create_call_function(2, False))
 
 
-def _property_setter(own: Callable[..., Any]) -> Callable[..., Any]:
+def _property_setter(
+    own: Callable[..., Any],
+    self: Any,
+    tx: Any,
+    name: VariableTracker,
+    value: VariableTracker,
+    directly_update_dict: bool = False,
+) -> Any:
     """Trace the setter of a property, which PyTorch 2.11 calls after the graph."""
-
-    @functools.wraps(own)
-    def set_attribute(
-        self: Any, tx: Any, name: VariableTracker, value: VariableTracker, directly_update_dict: bool = False
-    ) -> Any:
-        key = name.as_python_constant() if name.is_python_constant() else ""
-        attribute = inspect.getattr_static(type(self.value), key, None)
-        if directly_update_dict or not (isinstance(attribute, property) and attribute.fset):
-            return own(self, tx, name, value, directly_update_dict)
-        guard_class_attribute(self.value, key)
-        trace = VariableTracker.build(tx, attribute.fset).call_function
-        return trace(tx, [self, value], {})
-
-    return set_attribute
+    key = name.as_python_constant() if name.is_python_constant() else ""
+    attribute = inspect.getattr_static(type(self.value), key, None)
+    if directly_update_dict or not (isinstance(attribute, property) and attribute.fset):
+        return own(self, tx, name, value, directly_update_dict)
+    guard_class_attribute(self.value, key)
+    trace = VariableTracker.build(tx, attribute.fset).call_function
+    return trace(tx, [self, value], {})
 
 
 def _write_order(self: Any, _: Any, name: str, *__: Any, **___: Any) -> None:
@@ -110,30 +101,20 @@ def _write_order(self: Any, _: Any, name: str, *__: Any, **___: Any) -> None:
         getattr(self, "_base_vt", self).should_reconstruct_all = True
 
 
-def _lists_in_tuples(own: Callable[..., Any]) -> Callable[..., Any]:
+def _lists_in_tuples(own: Callable[..., Any], self: Any, value: Any) -> Any:
     """Trace a list or set in a tuple of a module as such: dynamo makes it a constant, and loses writes."""
-
-    @functools.wraps(own)
-    def call(self: Any, value: Any) -> Any:
-        if not (type(value) is tuple and any(map(_is_changeable, value))):
-            return own(self, value)
-        with _as_variables():
-            return own(self, value)
-
-    return call
+    if not (type(value) is tuple and any(map(_is_changeable, value))):
+        return own(self, value)
+    with _as_variables():
+        return own(self, value)
 
 
-def _lists_of_classes(own: Callable[..., Any]) -> Callable[..., Any]:
+def _lists_of_classes(own: Callable[..., Any], self: Any, tx: Any, name: str) -> Any:
     """Trace a list or set of a class as such: PyTorch 2.11 makes it a constant, and loses writes."""
-
-    @functools.wraps(own)
-    def look_up(self: Any, tx: Any, name: str) -> Any:
-        if not _is_changeable(inspect.getattr_static(self.value, name, None)):
-            return own(self, tx, name)
-        with _as_variables():
-            return own(self, tx, name)
-
-    return look_up
+    if not _is_changeable(inspect.getattr_static(self.value, name, None)):
+        return own(self, tx, name)
+    with _as_variables():
+        return own(self, tx, name)
 
 
 def _keep_items(self: Any, *_: Any, **__: Any) -> None:

@@ -7,7 +7,6 @@ items of sets, dynamo compares objects by identity. All of these are compared as
 
 from __future__ import annotations
 
-import functools
 import operator
 from collections.abc import Callable, Iterable, Iterator
 from inspect import isfunction
@@ -30,52 +29,44 @@ from torch._dynamo.variables.user_defined import (
     UserDefinedTupleVariable,
 )
 
-from te_transform.graph.dynamo_patches import IS_2_13, Patch, leave_to_user
+from te_transform.graph.dynamo_patches import IS_2_13, Patch, around, leave_to_user
 
 
 def key_patches() -> Iterator[Patch]:
     """Yield the dynamo functions that search items, and hash and compare keys, with their wrappers."""
-    yield lists, "iter_contains", _compare_all_items
+    yield lists, "iter_contains", around(_compare_all_items)
     for tracker in (UserDefinedObjectVariable, UserDefinedTupleVariable):
-        yield tracker, "is_python_equal", _equal_keys
+        yield tracker, "is_python_equal", around(_equal_keys)
     # Dynamo's own methods for frozen dataclasses read all fields, whatever __eq__() and __hash__() read.
     for name in ("is_python_equal", "hash_impl" if IS_2_13 else "is_python_hashable"):
-        yield FrozenDataClassVariable, name, functools.partial(_of_objects, name)
+        yield FrozenDataClassVariable, name, around(_of_objects)
 
 
-def _of_objects(name: str, _: Callable[..., Any]) -> Callable[..., Any]:
-    return getattr(UserDefinedObjectVariable, name)
+def _of_objects(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return getattr(UserDefinedObjectVariable, own.__name__)(*args, **kwargs)
 
 
-def _equal_keys(own: Callable[..., bool]) -> Callable[..., bool]:
-    """Return a form of dynamo's is_python_equal() that also calls an `__eq__` of Python code."""
-
-    @functools.wraps(own)
-    def is_equal(self: Any, other: VariableTracker) -> bool:
-        is_same = own(self, other)
-        if is_same or not isfunction(type(self.value).__eq__):
-            return is_same
-        equal = _equals(InstructionTranslator.current_tx(), self, other)
-        return bool(specialize_symnode(equal).as_python_constant())
-
-    return is_equal
+def _equal_keys(own: Callable[..., bool], self: Any, other: VariableTracker) -> bool:
+    """Compare keys also by an `__eq__` of Python code, which dynamo's is_python_equal() does not call."""
+    is_same = own(self, other)
+    if is_same or not isfunction(type(self.value).__eq__):
+        return is_same
+    equal = _equals(InstructionTranslator.current_tx(), self, other)
+    return bool(specialize_symnode(equal).as_python_constant())
 
 
-def _compare_all_items(own: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a form of dynamo's iter_contains() that also compares items that are no constants."""
-
-    @functools.wraps(own)
-    def contains(items: Iterable[Any], search: VariableTracker, tx: Any, *rest: Any, **named: Any) -> Any:
-        items = [item.realize() for item in items]
-        is_contained = own(items, search, tx, *rest, **named)
-        if not search.is_python_constant() or is_contained.as_python_constant():
-            return is_contained
-        for item in items:
-            if _may_equal(item, search.as_python_constant()):
-                is_contained = _or(tx, is_contained, _equals(tx, item, search))
+def _compare_all_items(
+    own: Callable[..., Any], items: Iterable[Any], search: VariableTracker, tx: Any, *rest: Any, **named: Any
+) -> Any:
+    """Compare also items that are no constants, which dynamo's iter_contains() leaves out."""
+    items = [item.realize() for item in items]
+    is_contained = own(items, search, tx, *rest, **named)
+    if not search.is_python_constant() or is_contained.as_python_constant():
         return is_contained
-
-    return contains
+    for item in items:
+        if _may_equal(item, search.as_python_constant()):
+            is_contained = _or(tx, is_contained, _equals(tx, item, search))
+    return is_contained
 
 
 def _may_equal(item: VariableTracker, constant: Any) -> bool:

@@ -13,7 +13,6 @@ as the user's own code. The same holds if a number changes the dtype of a result
 
 from __future__ import annotations
 
-import functools
 import operator
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -30,7 +29,7 @@ from torch._dynamo.variables.tensor import NumpyNdarrayVariable
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch.fx.node import map_arg
 
-from te_transform.graph.dynamo_patches import Patch, call_after, call_before, leave_to_user
+from te_transform.graph.dynamo_patches import Patch, around, call_after, call_before, leave_to_user
 from te_transform.graph.nodes import dtype_name
 
 _IS_NUMBER = "te_transform_numpy_number"  # in the meta of a node
@@ -47,12 +46,12 @@ def numpy_patches() -> Iterator[Patch]:
     yield VariableBuilder, "_wrap", call_before(_check_dimensions)  # dynamo caches wrap_numpy_ndarray()
     yield NumpyNdarrayVariable, "__init__", call_after(_check_made)
     yield SubgraphTracer, "create_proxy", call_before(_check_dtype)
-    yield PyCodegen, "load_import_from", _numbers_of_graphs
+    yield PyCodegen, "load_import_from", around(_numbers_of_graphs)
     yield BuiltinVariable, "call_function", call_before(_check_class)
     for name in ("is_hashable", "is_python_hashable"):  # of PyTorch 2.13, and of 2.11
         if hasattr(NumpyNdarrayVariable, name):
             yield NumpyNdarrayVariable, name, call_before(_check_array)
-    yield TorchInGraphFunctionVariable, "call_function", _no_tensor
+    yield TorchInGraphFunctionVariable, "call_function", around(_no_tensor)
     yield TorchInGraphFunctionVariable, "call_function", call_before(_check_full)
 
 
@@ -135,16 +134,11 @@ def _keeps_dtype(tensor: Any, number: Tensor) -> bool:
     return is_usual and isinstance(tensor, Tensor) and torch.result_type(tensor, number) == tensor.dtype
 
 
-def _numbers_of_graphs(own: Callable[..., Any]) -> Callable[..., Any]:
+def _numbers_of_graphs(own: Callable[..., Any], self: Any, module_name: str, object_name: str) -> None:
     """Load a function for the outputs of a graph that returns numbers where dynamo's returns arrays."""
-
-    @functools.wraps(own)
-    def load(self: Any, module_name: str, object_name: str) -> None:
-        if object_name == "to_numpy_helper":
-            module_name, object_name = __name__, _array_or_number.__name__
-        own(self, module_name, object_name)
-
-    return load
+    if object_name == "to_numpy_helper":
+        module_name, object_name = __name__, _array_or_number.__name__
+    own(self, module_name, object_name)
 
 
 def _array_or_number(value: Any) -> Any:
@@ -173,14 +167,9 @@ def _check_full(self: Any, _: Any, args: Any, kwargs: Any) -> None:
         leave_to_user("it fills a tensor with a numpy number; hold float(number) or int(number)")
 
 
-def _no_tensor(own: Callable[..., Any]) -> Callable[..., Any]:
+def _no_tensor(own: Callable[..., Any], self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
     """Answer torch.is_tensor() for numpy's arrays and numbers, which dynamo takes for tensors."""
-
-    @functools.wraps(own)
-    def call(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-        is_asked = self.value in (torch.is_tensor, torch.overrides.is_tensor_like) and len(args) == 1
-        if is_asked and isinstance(args[0].realize(), NumpyNdarrayVariable):
-            return ConstantVariable.create(False)
-        return own(self, tx, args, kwargs)
-
-    return call
+    is_asked = self.value in (torch.is_tensor, torch.overrides.is_tensor_like) and len(args) == 1
+    if is_asked and isinstance(args[0].realize(), NumpyNdarrayVariable):
+        return ConstantVariable.create(False)
+    return own(self, tx, args, kwargs)

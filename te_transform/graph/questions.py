@@ -60,7 +60,15 @@ from te_transform.graph.class_guards import (
     guard_missing_name,
     has_users_class,
 )
-from te_transform.graph.dynamo_patches import IS_2_13, Patch, call_after, call_before, leave_to_user, patched
+from te_transform.graph.dynamo_patches import (
+    IS_2_13,
+    Patch,
+    around,
+    call_after,
+    call_before,
+    leave_to_user,
+    patched,
+)
 from te_transform.graph.function_names import name_patches
 from te_transform.graph.identity_guards import COMPARED_BY_VALUE, identity_patches
 from te_transform.graph.lambda_guards import add_guard, description, guard_at_root
@@ -250,10 +258,10 @@ def _patches() -> Iterator[Patch]:
     for tracker in _subclasses(VariableTracker):
         for name in ("var_getattr", "generic_getattr"):
             if name in vars(tracker):
-                yield tracker, name, _attribute_lookup
+                yield tracker, name, around(_attribute_lookup)
         for name in ("getitem_const_raise_exception_if_absent", "_missing_impl"):
             if name in vars(tracker):
-                yield tracker, name, _item_lookup
+                yield tracker, name, around(_item_lookup)
     of_all = "as_python_constant", "repr_impl", "tp_iter_impl", "unpack_var_sequence"
     of_all += () if IS_2_13 else ("debug_repr",)
     for tracker in (*_subclasses(dicts.ConstDictVariable), *_subclasses(SetVariable)):
@@ -263,24 +271,24 @@ def _patches() -> Iterator[Patch]:
     yield dicts.ConstDictVariable, "install_dict_keys_match_guard", call_before(_guard_order)
     yield dicts.ConstDictVariable, "install_dict_contains_guard", call_before(_guard_made_key)
     yield lists.CommonListMethodsVariable, "call_method", call_before(_guard_list_method)
-    yield builder.VariableBuilder, "_wrap", _length_limit
+    yield builder.VariableBuilder, "_wrap", around(_length_limit)
     for tracker in (misc.PythonModuleVariable, *_subclasses(functions.BaseUserFunctionVariable)):
         if "call_obj_hasattr" in vars(tracker):
             yield tracker, "call_obj_hasattr", call_before(_guard_hasattr)
     yield functions.UserMethodVariable, "call_function", call_before(_guard_getattr_method)
     yield torch_functions.TorchInGraphFunctionVariable, "call_function", call_before(_guard_folded_function)
-    yield torch_functions.TorchInGraphFunctionVariable, "call_function", _without_transform
+    yield torch_functions.TorchInGraphFunctionVariable, "call_function", around(_without_transform)
     yield functions.PolyfilledFunctionVariable, "call_function", call_before(_guard_polyfill)
     yield misc.RandomVariable, "call_method", call_before(_guard_random_state)
-    yield BuiltinVariable, "call_function", _asked_of_classes
+    yield BuiltinVariable, "call_function", around(_asked_of_classes)
     for patches in (
         class_patches, identity_patches, name_patches, numpy_patches, write_patches, key_patches,
         built_patches, hook_patches,
     ):  # fmt: skip
         yield from patches()
     if IS_2_13:
-        yield dicts.DunderDictVariable, "install_dict_contains_guard", _name_in_dict
-        yield dicts.DunderDictVariable, "install_dict_keys_match_guard", _names_in_dict
+        yield dicts.DunderDictVariable, "install_dict_contains_guard", around(_name_in_dict)
+        yield dicts.DunderDictVariable, "install_dict_keys_match_guard", around(_names_in_dict)
     else:
         yield BuiltinVariable, "call_function", call_before(_guard_function_name)
         yield misc.GetAttrVariable, "call_method", call_before(_guard_dict_method)
@@ -293,25 +301,21 @@ def _subclasses(tracker: type) -> Iterator[type]:
         yield from _subclasses(derived)
 
 
-def _attribute_lookup(own: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(own)
-    def look_up(self: VariableTracker, tx: Any, name: str) -> Any:
-        try:
-            attribute = own(self, tx, name)
-        except ObservedAttributeError:
-            _guard_attribute(self, name)
-            raise
-        if isinstance(self, UserDefinedVariable) and has_users_class(self):
-            guard_class_attribute(self.value, name)
-        if isinstance(self, TensorVariable) and self.source is not None:
-            _guard_autograd(self, name)
-        if isinstance(self, UserDefinedClassVariable) and self.source:
-            attribute = _value_of_metaclass(self, tx, name, attribute)
-            if not IS_2_13:
-                _guard_class_constant(AttrSource(self.source, name), attribute)
-        return attribute
-
-    return look_up
+def _attribute_lookup(own: Callable[..., Any], self: VariableTracker, tx: Any, name: str) -> Any:
+    try:
+        attribute = own(self, tx, name)
+    except ObservedAttributeError:
+        _guard_attribute(self, name)
+        raise
+    if isinstance(self, UserDefinedVariable) and has_users_class(self):
+        guard_class_attribute(self.value, name)
+    if isinstance(self, TensorVariable) and self.source is not None:
+        _guard_autograd(self, name)
+    if isinstance(self, UserDefinedClassVariable) and self.source:
+        attribute = _value_of_metaclass(self, tx, name, attribute)
+        if not IS_2_13:
+            _guard_class_constant(AttrSource(self.source, name), attribute)
+    return attribute
 
 
 def _value_of_metaclass(self: Any, tx: Any, name: str, attribute: VariableTracker) -> VariableTracker:
@@ -371,21 +375,16 @@ def _guard_getattr_method(self: Any, _: Any, args: Any, kwargs: Any) -> None:
         _guard_attribute(self.obj, args[0].as_python_constant())
 
 
-def _item_lookup(own: Callable[..., Any]) -> Callable[..., Any]:
+def _item_lookup(own: Callable[..., Any], self: Any, tx: Any, key: VariableTracker) -> Any:
     """Guard a missing key, and the value of a key in a standard library mapping such as os.environ."""
-
-    @functools.wraps(own)
-    def look_up(self: Any, tx: Any, key: VariableTracker) -> Any:
-        try:
-            item = own(self, tx, key)
-        except ObservedKeyError:
-            _guard_key(self, key, _holds_key)
-            raise
-        if self.source is not None and is_from_skip_guard_source(self.source) and item.is_python_constant():
-            _guard_key(self, key, _value_of_key)
-        return item
-
-    return look_up
+    try:
+        item = own(self, tx, key)
+    except ObservedKeyError:
+        _guard_key(self, key, _holds_key)
+        raise
+    if self.source is not None and is_from_skip_guard_source(self.source) and item.is_python_constant():
+        _guard_key(self, key, _value_of_key)
+    return item
 
 
 def _guard_all_items(self: Any, *_: Any) -> None:
@@ -405,18 +404,13 @@ def _guard_list_method(self: Any, _: Any, name: str, args: list[VariableTracker]
         _guard_all_items(args[0])
 
 
-def _length_limit(own: Callable[..., Any]) -> Callable[..., Any]:
+def _length_limit(own: Callable[..., Any], self: Any, value: Any) -> Any:
     """Give a deque its `maxlen`, which dynamo omits, and guard it."""
-
-    @functools.wraps(own)
-    def wrap(self: Any, value: Any) -> Any:
-        tracker = own(self, value)
-        if isinstance(tracker, lists.DequeVariable):
-            tracker.maxlen = ConstantVariable.create(value.maxlen)
-            _guard(tracker, _value_of_attribute, key="maxlen")
-        return tracker
-
-    return wrap
+    tracker = own(self, value)
+    if isinstance(tracker, lists.DequeVariable):
+        tracker.maxlen = ConstantVariable.create(value.maxlen)
+        _guard(tracker, _value_of_attribute, key="maxlen")
+    return tracker
 
 
 def _guard_default_dict(self: Any, _: Any, name: str, args: list[VariableTracker], kwargs: Any) -> None:
@@ -444,20 +438,12 @@ def _guard_dict_method(self: Any, _: Any, name: str, args: list[VariableTracker]
         _guard_key(self.obj, args[0], _holds_name)
 
 
-def _name_in_dict(own: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(own)
-    def guard(self: Any, tx: Any, args: list[VariableTracker]) -> None:
-        _guard_key(self.items.item, args[0], _holds_name)
-
-    return guard
+def _name_in_dict(own: Callable[..., Any], self: Any, tx: Any, args: list[VariableTracker]) -> None:
+    _guard_key(self.items.item, args[0], _holds_name)
 
 
-def _names_in_dict(own: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(own)
-    def guard(self: Any) -> None:
-        _guard(self.items.item, _names_held)
-
-    return guard
+def _names_in_dict(own: Callable[..., Any], self: Any) -> None:
+    _guard(self.items.item, _names_held)
 
 
 def _guard_folded_function(self: Any, _: Any, args: Any, kwargs: Any) -> None:
@@ -468,20 +454,15 @@ def _guard_folded_function(self: Any, _: Any, args: Any, kwargs: Any) -> None:
         _guard_process(self.value, arguments, named)
 
 
-def _without_transform(own: Callable[..., Any]) -> Callable[..., Any]:
+def _without_transform(own: Callable[..., Any], self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
     """Answer peek_interpreter_stack() outside of torch.func transforms, where dynamo makes an object of None.
 
     Dynamo guards the stack of transforms itself.
     """
     peek = torch._C._functorch.peek_interpreter_stack
-
-    @functools.wraps(own)
-    def call(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-        if self.value is peek and peek() is None:
-            return ConstantVariable.create(None)
-        return own(self, tx, args, kwargs)
-
-    return call
+    if self.value is peek and peek() is None:
+        return ConstantVariable.create(None)
+    return own(self, tx, args, kwargs)
 
 
 def _guard_random_state(self: Any, *_: Any, **__: Any) -> None:
@@ -505,27 +486,22 @@ def _guard_function_name(self: Any, _: Any, args: Any, kwargs: Any) -> None:
                 _guard(args[0], _value_of_attribute, key=key)
 
 
-def _asked_of_classes(own: Callable[..., Any]) -> Callable[..., Any]:
+def _asked_of_classes(own: Callable[..., Any], self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
     """Guard what a metaclass answers: a protocol asks for attributes, ABCs register classes.
 
     For isinstance(), dynamo asks issubclass(), and takes an error for False: the answer is Python's here.
     """
-
-    @functools.wraps(own)
-    def call(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-        if self.fn not in (isinstance, issubclass) or len(args) != 2 or kwargs:
-            return own(self, tx, args, kwargs)
-        subject, asked = (given.realize() for given in args)
-        classes = asked.as_python_constant() if asked.is_python_constant() else ()
-        if any(map(_answers_itself, _classes_in(classes))):
-            if self.fn is issubclass and subject.is_python_constant():
-                _guard_process(issubclass, (subject.as_python_constant(), classes))
-            elif isinstance(subject, UserDefinedObjectVariable) and subject.source:
-                _guard(subject, _is_instance, classes=classes)
-                return ConstantVariable.create(_is_instance(subject.value, classes))
+    if self.fn not in (isinstance, issubclass) or len(args) != 2 or kwargs:
         return own(self, tx, args, kwargs)
-
-    return call
+    subject, asked = (given.realize() for given in args)
+    classes = asked.as_python_constant() if asked.is_python_constant() else ()
+    if any(map(_answers_itself, _classes_in(classes))):
+        if self.fn is issubclass and subject.is_python_constant():
+            _guard_process(issubclass, (subject.as_python_constant(), classes))
+        elif isinstance(subject, UserDefinedObjectVariable) and subject.source:
+            _guard(subject, _is_instance, classes=classes)
+            return ConstantVariable.create(_is_instance(subject.value, classes))
+    return own(self, tx, args, kwargs)
 
 
 def _classes_in(asked: Any) -> Iterator[Any]:

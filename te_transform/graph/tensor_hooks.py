@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dis
-import functools
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from types import ModuleType
@@ -18,7 +17,7 @@ from torch._dynamo.variables import (
 )
 from torch._dynamo.variables.base import VariableTracker
 
-from te_transform.graph.dynamo_patches import Patch, leave_forward_to_user
+from te_transform.graph.dynamo_patches import Patch, around, leave_forward_to_user
 
 _WIDE_HOOK = "it registers a hook that reads or writes more than its argument; let it read its argument alone"
 _RETAINED = (
@@ -34,35 +33,27 @@ def hook_patches() -> Iterator[Patch]:
     A hook becomes a part of the graph, or the forward is not captured. Between two graphs, a hook would miss
     the part of the gradient that a fused op or a compiled graph computes inside.
     """
-    yield TensorVariable, "_method_register_hook", _hook_in_graph
-    yield TensorVariable, "method_attr_retain_grad", _no_retained_gradient
+    yield TensorVariable, "_method_register_hook", around(_hook_in_graph)
+    yield TensorVariable, "method_attr_retain_grad", around(_no_retained_gradient)
 
 
-def _hook_in_graph(own: Callable[..., Any]) -> Callable[..., Any]:
+def _hook_in_graph(
+    own: Callable[..., Any], self: TensorVariable, tx: Any, name: str, hook: VariableTracker
+) -> Any:
     """Trace a hook that reads only its argument: dynamo reads other values before the backward does."""
-
-    @functools.wraps(own)
-    def register(self: TensorVariable, tx: Any, name: str, hook: VariableTracker) -> Any:
-        if self.source is not None:
+    if self.source is not None:
+        return own(self, tx, name, hook)
+    if _reads_only_its_argument(hook):
+        with suppress(Unsupported):
             return own(self, tx, name, hook)
-        if _reads_only_its_argument(hook):
-            with suppress(Unsupported):
-                return own(self, tx, name, hook)
-        leave_forward_to_user(_WIDE_HOOK)
-
-    return register
+    leave_forward_to_user(_WIDE_HOOK)
 
 
-def _no_retained_gradient(own: Callable[..., Any]) -> Callable[..., Any]:
+def _no_retained_gradient(own: Callable[..., Any], self: TensorVariable, tx: Any) -> Any:
     """Leave a forward that retains the gradient of a tensor to the user's own code."""
-
-    @functools.wraps(own)
-    def look_up(self: TensorVariable, tx: Any) -> Any:
-        if self.source is not None:
-            return own(self, tx)
-        leave_forward_to_user(_RETAINED)
-
-    return look_up
+    if self.source is not None:
+        return own(self, tx)
+    leave_forward_to_user(_RETAINED)
 
 
 def _reads_only_its_argument(hook: VariableTracker) -> bool:

@@ -19,7 +19,7 @@ from torch._dynamo.variables.misc import DebuggingVariable
 from torch._higher_order_ops.associative_scan import associative_scan
 from torch.nn.modules import transformer
 
-from te_transform.graph.dynamo_patches import leave_to_user, patched
+from te_transform.graph.dynamo_patches import around, leave_to_user, patched
 from te_transform.graph.traced_masks import forms_of_transformers
 
 _ASKS = (
@@ -46,7 +46,7 @@ def traceable_forms() -> Iterator[None]:
     try:
         rules.update(forms)
         compare["<"] = _compared(less)
-        with patched([(TensorVariable, "method_item", _fold_item)]):
+        with patched([(TensorVariable, "method_item", around(_fold_item))]):
             yield
     finally:
         for key in forms:
@@ -177,16 +177,12 @@ def _is_drawn(number: Any) -> bool:
     return is_rand and not node.users and number.ndim == 0
 
 
-def _fold_item(item: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a dynamo handler for `.item()` that folds tensors made only of Python numbers.
+def _fold_item(own: Callable[..., Any], self: TensorVariable, *args: Any, **kwargs: Any) -> Any:
+    """Fold `.item()` of a tensor made only of Python numbers.
 
     DeBERTa slices by `torch.tensor(min(length, span))`. A fake tensor keeps such a value as its `constant`
     until an in-place write.
     """
-
-    def method_item(self: TensorVariable, tx: Any, *args: Any, **kwargs: Any) -> Any:
-        tensor = self.as_proxy().node.meta.get("example_value")
-        value = getattr(tensor, "constant", None)
-        return item(self, tx, *args, **kwargs) if value is None else ConstantVariable.create(value.item())
-
-    return method_item
+    tensor = self.as_proxy().node.meta.get("example_value")
+    value = getattr(tensor, "constant", None)
+    return own(self, *args, **kwargs) if value is None else ConstantVariable.create(value.item())
