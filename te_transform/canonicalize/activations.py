@@ -31,8 +31,8 @@ def _gated(graph: fx.Graph, match: Match) -> tuple | None:
     if not isinstance(width, int):
         return None
     halves = (0, width // 2), (width // 2, width)
-    beside, gate = (edit.insert(graph, match.nodes, ops.columns, (x, *half)) for half in halves)
-    return torch.mul, (edit.insert(graph, match.nodes, ops.sigmoid, (gate,), like=gate), beside)
+    beside, gate = (edit.insert(match.nodes, ops.columns, (x, *half)) for half in halves)
+    return torch.mul, (edit.insert(match.nodes, ops.sigmoid, (gate,), like=gate), beside)
 
 
 def _times(*factors: Pattern) -> AnyOrder:

@@ -46,7 +46,7 @@ def take_angles(graph: fx.Graph) -> None:
         given = rope.args[1:3]
         if _is_plain(given[0], torch.cos) and _is_plain(given[1], torch.sin):
             continue
-        moves = _Moves(graph, rope, known)
+        moves = _Moves(rope, known)
         turns = [moves.turn(node, of) for node, of in zip(given, (torch.cos, torch.sin), strict=True)]
         if None in turns:
             continue
@@ -60,13 +60,12 @@ class _Moves:
     """The moves for one rotation.
 
     Args:
-        graph: the canonical graph.
         rope: the rotation, before which new calls are inserted.
         known: the results so far. Rotations of one region share them.
     """
 
-    def __init__(self, graph: fx.Graph, rope: fx.Node, known: dict[tuple, Any]):
-        self.graph, self.rope, self.known = graph, rope, known
+    def __init__(self, rope: fx.Node, known: dict[tuple, Any]):
+        self.rope, self.known = rope, known
 
     def turn(self, node: Any, function: Callable) -> _Turn | None:
         """Return the angles in the layout of these cosines or sines, or None for other numbers."""
@@ -117,7 +116,7 @@ class _Moves:
         return values
 
     def _call(self, target: Callable, args: tuple) -> fx.Node:
-        return edit.insert_once(self.graph, self.rope, self.known, target, args)
+        return edit.insert_once(self.rope, self.known, target, args)
 
 
 def _is_elementwise(node: fx.Node, function: Callable) -> bool:

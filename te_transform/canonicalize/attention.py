@@ -130,7 +130,7 @@ def _fused_attention(graph: fx.Graph, match: Match) -> tuple[Callable, tuple] | 
     weights = match.nodes[first + 1 : last + 1]  # from the last product to the first
     if not _is_attention(match, weights) or not _sums_the_same(bound) or not _empties_the_hidden(bound):
         return None
-    lift = _Lift(graph, match, weights)
+    lift = _Lift(match, weights)
     if lift.merged is not None and not _dims_can_be_merged(bound, lift.merged):
         return None
     query, value = lift(bound["query"]), lift(bound["value"])
@@ -292,14 +292,14 @@ def _factor(bound: dict[str, Any], name: str) -> float:
 class _Lift:
     """The inserter of calls before a match; it reshapes [batch * heads, ...] to [batch, heads, ...]."""
 
-    def __init__(self, graph: fx.Graph, match: Match, weights: tuple[fx.Node, ...]):
-        self.graph, self.match = graph, match
+    def __init__(self, match: Match, weights: tuple[fx.Node, ...]):
+        self.match = match
         shapes = [shape_of(node) for node in (*weights, match.bound["value"])]
         self.merged = _merged(match.bound)
         self.groups = next((shape[:2] for shape in shapes if len(shape) == 4), (shapes[0][0], 1))
 
     def insert(self, target: Callable, args: tuple, like: fx.Node | None = None) -> fx.Node:
-        return edit.insert(self.graph, self.match.nodes, target, args, like)
+        return edit.insert(self.match.nodes, target, args, like)
 
     def __call__(self, x: fx.Node, at: fx.Node | None = None) -> fx.Node:
         """Return `x` with batch and heads as two dimensions.

@@ -32,10 +32,10 @@ def inline_composites(graph: fx.Graph) -> None:
         bound.apply_defaults()
         given = SimpleNamespace(**bound.arguments)
         if _can_be_inlined(node, given):
-            parts = _multihead_attention(edit.calls_before(graph, node), given)
+            parts = _multihead_attention(edit.calls_before(node), given)
             for user in list(node.users):
                 edit.replace_uses(user, parts[user.args[1]])
-            edit.erase_unread(graph, [*node.users, node])
+            edit.erase_unread([*node.users, node])
 
 
 def _can_be_inlined(node: fx.Node, given: SimpleNamespace) -> bool:

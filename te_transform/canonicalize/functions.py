@@ -38,7 +38,7 @@ def spell_functions(
             for user in list(node.users):
                 user.meta["spelled"] = edit.spelled((user, node))
                 edit.set_target(user, op, tuple(tensors))
-            edit.erase_unread(graph, [node])
+            edit.erase_unread([node])
 
 
 def write_to_what_they_are_given(captured: fx.GraphModule) -> bool:

@@ -30,7 +30,7 @@ def _repeated(name: str) -> Pattern:
 
 
 def _grouped(graph: fx.Graph, match: Match) -> tuple | None:
-    key, value = (_few(graph, match, name) for name in ("key", "value"))
+    key, value = (_few(match, name) for name in ("key", "value"))
     if key is None or value is None or not same_shape(shape_of(key)[1:2], shape_of(value)[1:2]):
         return None
     if torch.is_grad_enabled() and (is_given(key) or is_given(value)):
@@ -38,7 +38,7 @@ def _grouped(graph: fx.Graph, match: Match) -> tuple | None:
     return ops.sdpa, (match.bound["query"], key, value, *match.root.args[3:7], True, *match.root.args[8:])
 
 
-def _few(graph: fx.Graph, match: Match, name: str) -> fx.Node | None:
+def _few(match: Match, name: str) -> fx.Node | None:
     """Return the key or value before its heads were repeated, or None if other dimensions changed too."""
     few, many = match.bound.get(name), shape_of(match.bound[f"repeated_{name}"])
     heads = 1
@@ -51,7 +51,7 @@ def _few(graph: fx.Graph, match: Match, name: str) -> fx.Node | None:
         return None
     if heads == 1:
         return few
-    return edit.insert(graph, match.nodes, torch.transpose, (few, -3, -2))
+    return edit.insert(match.nodes, torch.transpose, (few, -3, -2))
 
 
 def is_given(node: fx.Node) -> bool:

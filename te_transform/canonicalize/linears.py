@@ -49,7 +49,7 @@ def _matmul_as_linear(graph: fx.Graph, match: Match) -> tuple | None:
     x, weight, bias = (match.bound.get(name) for name in ("x", "weight", "bias"))
     if weight.target is torch.t:
         return ops.linear, (x, weight.args[0], bias)
-    turned = edit.insert(graph, match.nodes, torch.t, (weight,))
+    turned = edit.insert(match.nodes, torch.t, (weight,))
     return ops.linear, (x, turned, bias)
 
 
@@ -72,7 +72,7 @@ def _unflattened(graph: fx.Graph, match: Match) -> tuple | None:
         sizes = reshape_sizes(x, shape)
         if sizes is None:
             return None
-        x = edit.insert(graph, match.nodes, torch.reshape, (x, sizes))
+        x = edit.insert(match.nodes, torch.reshape, (x, sizes))
     return ops.linear, (x, weight, bias)
 
 
@@ -84,7 +84,7 @@ def _transpose_result(graph: fx.Graph, match: Match) -> tuple | None:
     linear, turn, norm = match.nodes
     if not _keeps_last(turn):
         return None
-    product = edit.insert(graph, match.nodes, ops.linear, (norm, *linear.args[1:]))
+    product = edit.insert(match.nodes, ops.linear, (norm, *linear.args[1:]))
     return turn.target, (product, *turn.args[1:])
 
 
@@ -98,7 +98,7 @@ def _norm_of_flat(graph: fx.Graph, match: Match) -> tuple | None:
     sizes = reshape_sizes(match.bound["x"], shape_of(reshape))
     if sizes is None:
         return None
-    x = edit.insert(graph, match.nodes, torch.reshape, (match.bound["x"], sizes))
+    x = edit.insert(match.nodes, torch.reshape, (match.bound["x"], sizes))
     return norm.target, (x, *norm.args[1:])
 
 

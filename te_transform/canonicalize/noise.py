@@ -24,7 +24,7 @@ def drop_noise(graph: fx.Graph) -> None:
             continue
         value = _NOISE[node.target](*node.args, node) if node.target in _NOISE else None
         if value is not None and not _is_apart(node):
-            edit.bypass(graph, node, value)
+            edit.bypass(node, value)
     edit.eliminate_dead_code(graph)
 
 

@@ -48,7 +48,7 @@ def write(graph: fx.Graph, spellings: Sequence[Spelling]) -> None:
     for node in reversed(graph.nodes):
         call = next(_spelled_calls(graph, node, by_root.get(node.target, ())), None)
         if call is not None:
-            edit.replace(graph, *call)
+            edit.replace(*call)
 
 
 def _spelled_calls(

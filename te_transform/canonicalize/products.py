@@ -41,72 +41,70 @@ def spell_products(graph: fx.Graph) -> None:
     """
     for node in list(graph.nodes):
         if node.target is torch.einsum and isinstance(node.args[0], str):  # not numbers for dimensions
-            _spell_einsum(graph, node)
+            _spell_einsum(node)
         elif node.target is torch.tensordot and not writes(node):
-            _spell_tensordot(graph, node, *node.args)
+            _spell_tensordot(node, *node.args)
         elif node.target is torch.baddbmm and not writes(node):
-            _spell_baddbmm(graph, node, *node.args, **node.kwargs)
+            _spell_baddbmm(node, *node.args, **node.kwargs)
         elif node.target is torch.addmm and node.kwargs and not writes(node):
-            _spell_scaled_linear(graph, node, *node.args, **node.kwargs)
+            _spell_scaled_linear(node, *node.args, **node.kwargs)
         elif node.target is torch.addcmul and not writes(node):
             x, *factors = node.args
-            edit.set_target(node, torch.add, (edit.insert(graph, [node], torch.mul, tuple(factors)), x))
+            edit.set_target(node, torch.add, (edit.insert([node], torch.mul, tuple(factors)), x))
 
 
 def _spell_baddbmm(
-    graph: fx.Graph, node: fx.Node, x: fx.Node, left: fx.Node, right: fx.Node, beta: float, alpha: float
+    node: fx.Node, x: fx.Node, left: fx.Node, right: fx.Node, beta: float, alpha: float
 ) -> None:
-    product = edit.insert(graph, [node], torch.bmm, (left, right))
+    product = edit.insert([node], torch.bmm, (left, right))
     if alpha != 1:
-        product = edit.insert(graph, [node], torch.mul, (product, alpha))
+        product = edit.insert([node], torch.mul, (product, alpha))
     if beta == 0:  # baddbmm does not read x, which may be uninitialized
-        edit.bypass(graph, node, product)
+        edit.bypass(node, product)
         return
     if beta != 1:
-        x = edit.insert(graph, [node], torch.mul, (x, beta))
+        x = edit.insert([node], torch.mul, (x, beta))
     edit.set_target(node, torch.add, (product, x))
 
 
 def _spell_scaled_linear(
-    graph: fx.Graph, node: fx.Node, bias: fx.Node, x: fx.Node, weight: fx.Node, beta: float, alpha: float
+    node: fx.Node, bias: fx.Node, x: fx.Node, weight: fx.Node, beta: float, alpha: float
 ) -> None:
     if not is_model_weight(2)(weight):
         return
     if alpha != 1:
-        weight = edit.insert(graph, [node], torch.mul, (weight, alpha))
+        weight = edit.insert([node], torch.mul, (weight, alpha))
     if beta not in (0, 1):
-        bias = edit.insert(graph, [node], torch.mul, (bias, beta))
-    weight = edit.insert(graph, [node], torch.t, (weight,))
+        bias = edit.insert([node], torch.mul, (bias, beta))
+    weight = edit.insert([node], torch.t, (weight,))
     edit.set_target(node, F.linear, (x, weight, bias if beta else None))  # addmm does not read 0 * bias
 
 
-def _spell_tensordot(graph: fx.Graph, node: fx.Node, left: fx.Node, right: fx.Node, dims: Any) -> None:
+def _spell_tensordot(node: fx.Node, left: fx.Node, right: fx.Node, dims: Any) -> None:
     letters = string.ascii_letters
     first, second = [*letters[: len(shape_of(left))]], [*letters[26 : 26 + len(shape_of(right))]]
     inner = (range(-dims, 0), range(dims)) if isinstance(dims, int) else dims
     for at, beside in zip(*inner, strict=True):
         second[beside] = first[at]
     result = [letter for letter in (*first, *second) if (letter in first) is not (letter in second)]
-    _spell_product(graph, node, [left, right], ["".join(first), "".join(second)], "".join(result))
+    _spell_product(node, [left, right], ["".join(first), "".join(second)], "".join(result))
 
 
-def _spell_einsum(graph: fx.Graph, node: fx.Node) -> None:
+def _spell_einsum(node: fx.Node) -> None:
     equation, *operands = node.args
     operands = operands[0] if len(operands) == 1 and isinstance(operands[0], (list, tuple)) else operands
     terms, _, result = equation.replace(" ", "").partition("->")
     *terms, result = _in_letters(terms.split(","), result, operands)
     if len(operands) == 2:
-        _spell_product(graph, node, operands, terms, result)
+        _spell_product(node, operands, terms, result)
 
 
-def _spell_product(
-    graph: fx.Graph, node: fx.Node, operands: list[fx.Node], terms: list[str], result: str
-) -> None:
+def _spell_product(node: fx.Node, operands: list[fx.Node], terms: list[str], result: str) -> None:
     if is_model_tensor(operands[0]) and not is_model_tensor(operands[1]):  # in a linear, the weight is second
         operands, terms = operands[::-1], terms[::-1]
     product = _as_product(terms, result)
     if product is not None and _sizes_fit(operands, terms, product):
-        _rewrite(graph, node, operands, terms, result, product)
+        _rewrite(node, operands, terms, result, product)
 
 
 def _in_letters(terms: list[str], result: str, operands: list[fx.Node]) -> tuple[str, ...]:
@@ -155,7 +153,6 @@ def _as_product(terms: list[str], result: str) -> _EinsumProduct | None:
 
 
 def _rewrite(
-    graph: fx.Graph,
     node: fx.Node,
     operands: list[fx.Node],
     terms: list[str],
@@ -163,48 +160,46 @@ def _rewrite(
     product: _EinsumProduct,
 ) -> None:
     rows, columns = product.batch + product.rows, product.columns
-    left = _arranged(graph, node, operands[0], terms[0], rows + product.inner)
-    left = _flatten_groups(graph, node, left, len(product.inner))
-    call = torch.matmul, (left, _right(graph, node, operands[1], terms[1], product))
+    left = _arranged(node, operands[0], terms[0], rows + product.inner)
+    left = _flatten_groups(node, left, len(product.inner))
+    call = torch.matmul, (left, _right(node, operands[1], terms[1], product))
     if len(columns) > 1:
         sizes = dict(zip(terms[1], shape_of(operands[1]), strict=True))
-        matmul = edit.insert(graph, [node], *call)
+        matmul = edit.insert([node], *call)
         shape = (*shape_of(matmul)[:-1], *(sizes[letter] for letter in columns))
         call = torch.reshape, (matmul, reshape_sizes(matmul, shape))
     if result != rows + columns:
-        computed = edit.insert(graph, [node], *call)
+        computed = edit.insert([node], *call)
         call = permuted(computed, *((rows + columns).index(letter) for letter in result))
     edit.set_target(node, *call)
 
 
-def _right(graph: fx.Graph, node: fx.Node, x: fx.Node, term: str, product: _EinsumProduct) -> fx.Node:
+def _right(node: fx.Node, x: fx.Node, term: str, product: _EinsumProduct) -> fx.Node:
     """Return the right operand as [batch, shared, inner, columns].
 
     A transpose comes after merging, so that the weight of a linear is a view of its parameter.
     """
     inner, columns = product.inner, product.columns
     if term == columns + inner:
-        return edit.insert(
-            graph, [node], torch.t, (_flatten_groups(graph, node, x, len(columns), len(inner)),)
-        )
+        return edit.insert([node], torch.t, (_flatten_groups(node, x, len(columns), len(inner)),))
     for _ in product.shared:  # add leading dimensions of size 1
-        x = edit.insert(graph, [node], torch.unsqueeze, (x, -1 - len(shape_of(x))))
+        x = edit.insert([node], torch.unsqueeze, (x, -1 - len(shape_of(x))))
     wanted = product.batch + product.shared + inner + columns
-    x = _arranged(graph, node, x, product.shared + term, wanted)
-    return _flatten_groups(graph, node, x, len(inner), len(columns))
+    x = _arranged(node, x, product.shared + term, wanted)
+    return _flatten_groups(node, x, len(inner), len(columns))
 
 
-def _flatten_groups(graph: fx.Graph, node: fx.Node, x: fx.Node, *counts: int) -> fx.Node:
+def _flatten_groups(node: fx.Node, x: fx.Node, *counts: int) -> fx.Node:
     """Merge the last dimensions of `x`: each count is the number of dimensions that become one."""
     shape = [*shape_of(x)]
     for at, count in enumerate(counts, len(shape) - sum(counts)):
         shape[at : at + count] = [math.prod(shape[at : at + count])]
     is_merged = len(shape) == len(shape_of(x))
-    return x if is_merged else edit.insert(graph, [node], torch.reshape, (x, tuple(shape)))
+    return x if is_merged else edit.insert([node], torch.reshape, (x, tuple(shape)))
 
 
-def _arranged(graph: fx.Graph, node: fx.Node, x: fx.Node, now: str, wanted: str) -> fx.Node:
+def _arranged(node: fx.Node, x: fx.Node, now: str, wanted: str) -> fx.Node:
     if now == wanted:
         return x
     order = [now.index(c) for c in wanted]
-    return edit.insert(graph, [node], *permuted(x, *order))
+    return edit.insert([node], *permuted(x, *order))

@@ -101,7 +101,7 @@ def join_parts(graph: fx.Graph) -> None:
         if rotation is None or not alone or len({node.meta["region"] for node in covered}) > 1:
             continue
         in_pairs = root.target is not torch.cat
-        make = partial(edit.insert_once, graph, root, known)
+        make = partial(edit.insert_once, root, known)
         cos, sin = rotation.cos, rotation.sin
         if rotation.sign < 0:
             sin = make(torch.neg, (sin,))
@@ -110,7 +110,7 @@ def join_parts(graph: fx.Graph) -> None:
         elif not rotation.whole:
             cos, sin = (make(torch.cat, ((part, part), -1)) for part in (cos, sin))
         how = (False, True) if in_pairs else ()
-        edit.replace(graph, covered, ops.rope, (rotation.part.x, cos, sin, *how))
+        edit.replace(covered, ops.rope, (rotation.part.x, cos, sin, *how))
 
 
 def _by_parts(root: fx.Node, covered: list[fx.Node]) -> _Rotation | None:

@@ -29,7 +29,7 @@ def drop_score_transposes(graph: fx.Graph) -> None:
     for product in [node for node in graph.nodes if node.target in PRODUCTS]:
         chain = _chain_to_next_product(product)
         if any(node.target is torch.softmax for node in chain) and _restores_order(product, chain):
-            _drop_transposes(graph, product, chain)
+            _drop_transposes(product, chain)
 
 
 def _chain_to_next_product(product: fx.Node) -> list[fx.Node]:
@@ -76,34 +76,34 @@ def _order_after(order: tuple[int, ...], node: fx.Node) -> tuple[int, ...]:
     return tuple(after)
 
 
-def _drop_transposes(graph: fx.Graph, product: fx.Node, chain: Sequence[fx.Node]) -> None:
+def _drop_transposes(product: fx.Node, chain: Sequence[fx.Node]) -> None:
     before, value, order = product, product, tuple(range(len(shape_of(product))))
     for node in chain:
         order = _order_after(order, node)
         if node.target not in TURNS:
-            value = _insert_in_product_order(graph, node, before, value, order)
+            value = _insert_in_product_order(node, before, value, order)
         before = node
-    edit.bypass(graph, before, value)
-    edit.erase_unread(graph, chain[:-1])
+    edit.bypass(before, value)
+    edit.erase_unread(chain[:-1])
 
 
 def _insert_in_product_order(
-    graph: fx.Graph, node: fx.Node, before: fx.Node, value: fx.Node, order: tuple[int, ...]
+    node: fx.Node, before: fx.Node, value: fx.Node, order: tuple[int, ...]
 ) -> fx.Node:
     """Insert the call of `node` in the product's order of dimensions, with `value` in place of `before`."""
-    args = tuple(value if a is before else _in_product_order(graph, node, a, order) for a in node.args)
+    args = tuple(value if a is before else _in_product_order(node, a, order) for a in node.args)
     if node.target is torch.softmax:
         args = (value, order[node.args[1]] - len(order), *node.args[2:])
-    call = edit.insert(graph, [node], node.target, args)
+    call = edit.insert([node], node.target, args)
     call.meta["spelled"] = edit.spelled([node])
     return call
 
 
-def _in_product_order(graph: fx.Graph, node: fx.Node, argument: Any, order: tuple[int, ...]) -> Any:
+def _in_product_order(node: fx.Node, argument: Any, order: tuple[int, ...]) -> Any:
     """Permute another argument of a call to the product's order of dimensions."""
     if not is_tensor_node(argument) or not shape_of(argument):
         return argument
     while len(shape_of(argument)) < len(order):  # add leading dimensions of size 1
-        argument = edit.insert(graph, [node], torch.unsqueeze, (argument, -1 - len(shape_of(argument))))
+        argument = edit.insert([node], torch.unsqueeze, (argument, -1 - len(shape_of(argument))))
     back = [order.index(d) for d in range(len(order))]
-    return argument if back == sorted(back) else edit.insert(graph, [node], *permuted(argument, *back))
+    return argument if back == sorted(back) else edit.insert([node], *permuted(argument, *back))

@@ -64,7 +64,7 @@ def _share(graph: fx.Graph, nodes: set[fx.Node], may_share: Callable[[list[fx.No
             continue
         first = shared.setdefault((node.target, str(node.args), node.meta["region"]), node)
         if first is not node and may_share([*first.users, *node.users]):
-            edit.bypass(graph, node, first)
+            edit.bypass(node, first)
 
 
 def _readers_can_be_merged(readers: list[fx.Node]) -> bool:

@@ -52,7 +52,7 @@ def _of_shifted(graph: fx.Graph, match: Match) -> tuple[Callable, tuple] | None:
     if is_narrower((given,), x):
         return None
     if dtype_of(given) is not dtype_of(x):
-        x = edit.insert(graph, match.nodes, ops.cast, (x, dtype_of(given)))
+        x = edit.insert(match.nodes, ops.cast, (x, dtype_of(given)))
     return torch.softmax, (x, *softmax.args[1:])
 
 

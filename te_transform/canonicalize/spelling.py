@@ -68,17 +68,17 @@ def spell_indices(graph: fx.Graph) -> None:
         parts = index if isinstance(index, tuple) else ()
         plain = all(part is None or part is Ellipsis or isinstance(part, slice) for part in parts)
         if plain and None in parts and nodes.is_tensor_node(x):
-            _insert_dims(graph, node, x, parts)
+            _insert_dims(node, x, parts)
 
 
-def _insert_dims(graph: fx.Graph, node: fx.Node, x: fx.Node, parts: tuple) -> None:
+def _insert_dims(node: fx.Node, x: fx.Node, parts: tuple) -> None:
     rest = tuple(part for part in parts if part is not None)
     if any(isinstance(part, slice) and part != slice(None) for part in rest):
-        x = edit.insert(graph, [node], operator.getitem, (x, rest))
+        x = edit.insert([node], operator.getitem, (x, rest))
     behind = nodes.shape_of(node)
     dims = [at for at, part in enumerate(spread_index(parts, len(nodes.shape_of(x)))) if part is None]
     for at in dims[:-1]:
-        x = edit.insert(graph, [node], torch.unsqueeze, (x, at - len(nodes.shape_of(x)) - 1))
+        x = edit.insert([node], torch.unsqueeze, (x, at - len(nodes.shape_of(x)) - 1))
     edit.set_target(node, torch.unsqueeze, (x, dims[-1] - len(behind)))
 
 

@@ -61,7 +61,6 @@ def number_regions(graph: fx.Graph, barriers: Callable[[fx.Node], bool]) -> None
 
 
 def replace(
-    graph: fx.Graph,
     nodes: Sequence[fx.Node],
     target: Callable | str,
     args: tuple,
@@ -77,11 +76,11 @@ def replace(
             the root.
     """
     root = nodes[0]
-    with graph.inserting_before(at or root):
-        node = graph.create_node(_op_for(target), target, concrete(graph, root, args))
+    with root.graph.inserting_before(at or root):
+        node = root.graph.create_node(_op_for(target), target, concrete(root, args))
     _inherit_meta(node, nodes)
     replace_uses(root, node)
-    erase_unread(graph, nodes)
+    erase_unread(nodes)
     return node
 
 
@@ -89,16 +88,15 @@ def _op_for(target: Callable | str) -> str:
     return "call_module" if isinstance(target, str) else "call_function"
 
 
-def insert(
-    graph: fx.Graph, nodes: Sequence[fx.Node], target: Callable, args: tuple, like: fx.Node | None = None
-) -> fx.Node:
+def insert(nodes: Sequence[fx.Node], target: Callable, args: tuple, like: fx.Node | None = None) -> fx.Node:
     """Insert a call before `nodes[0]`, as a part of the replacement of `nodes`; the call has no origin.
 
     The example value is that of `like`, if given. Otherwise the call is evaluated on fake tensors, which
     takes milliseconds.
     """
+    graph = nodes[0].graph
     with graph.inserting_before(nodes[0]):
-        node = graph.call_function(target, concrete(graph, nodes[0], args))
+        node = graph.call_function(target, concrete(nodes[0], args))
     _inherit_meta(node, nodes)
     node.meta.pop("origin", None)
     node.meta["spelled"] = ()  # the final replacement of `nodes` has their names
@@ -106,25 +104,23 @@ def insert(
     return node
 
 
-def insert_once(
-    graph: fx.Graph, at: fx.Node, known: dict[tuple, Any], target: Callable, args: tuple
-) -> fx.Node:
+def insert_once(at: fx.Node, known: dict[tuple, Any], target: Callable, args: tuple) -> fx.Node:
     """Insert a call as insert() does, or return the equal call in `known` from the same region."""
     key = target, str(args), at.meta["region"]
     if key not in known:
-        known[key] = insert(graph, [at], target, args)
+        known[key] = insert([at], target, args)
     return known[key]
 
 
-def calls_before(graph: fx.Graph, at: fx.Node) -> Callable[..., fx.Node]:
+def calls_before(at: fx.Node) -> Callable[..., fx.Node]:
     """Return a function that inserts a call before `at`, in the same module of the model as `at`.
 
     The call has the example value of `like`, if given.
     """
 
     def call(target: Callable, *args: Any, like: fx.Node | None = None, **kwargs: Any) -> fx.Node:
-        with graph.inserting_before(at):
-            node = graph.call_function(target, args, kwargs)
+        with at.graph.inserting_before(at):
+            node = at.graph.call_function(target, args, kwargs)
         node.meta = {
             key: at.meta[key] for key in ("nn_module_stack", "path", "stack_trace") if key in at.meta
         }
@@ -164,20 +160,20 @@ def _batch_sizes(arguments: Any) -> list[Any]:
     return [sizes.get(level, 1) for level in range(1, max(sizes, default=0) + 1)]
 
 
-def concrete(graph: fx.Graph, at: fx.Node, args: Any) -> Any:
+def concrete(at: fx.Node, args: Any) -> Any:
     """Return the arguments with each symbolic size replaced by a node before `at` that computes the size."""
 
     def settled(argument: Any) -> Any:
-        return _size_node(graph, at, argument) if isinstance(argument, torch.SymInt) else argument
+        return _size_node(at, argument) if isinstance(argument, torch.SymInt) else argument
 
     return fx.node.map_aggregate(args, settled)
 
 
-def _size_node(graph: fx.Graph, at: fx.Node, size: torch.SymInt) -> fx.Node | int:
+def _size_node(at: fx.Node, size: torch.SymInt) -> fx.Node | int:
     if (number := size.node.maybe_as_int()) is not None:
         return number
     dimension = None
-    for node in graph.nodes:
+    for node in at.graph.nodes:
         if node is at:
             break
         known = node_info.value(node)
@@ -188,8 +184,8 @@ def _size_node(graph: fx.Graph, at: fx.Node, size: torch.SymInt) -> fx.Node | in
             dimension = (node, dims[0]) if dims else None
     if dimension is None:
         raise LookupError(f"expected a node with the size {size} before {at.name}, got none")
-    with graph.inserting_before(at):
-        node = graph.call_function(torch.ops.aten.sym_size.int, dimension)
+    with at.graph.inserting_before(at):
+        node = at.graph.call_function(torch.ops.aten.sym_size.int, dimension)
     node.meta = {"example_value": size, "path": "", "region": at.meta.get("region", 0)}
     return node
 
@@ -227,15 +223,15 @@ def set_target(node: fx.Node, target: Callable, args: tuple, kwargs: dict | None
     """Change the call of a node that keeps its value; record the name of the captured call in `spelled`."""
     node.meta.setdefault("spelled", (node_info.called(node),))
     node.op, node.target = "call_function", target
-    node.args, node.kwargs = concrete(node.graph, node, args), kwargs or {}
+    node.args, node.kwargs = concrete(node, args), kwargs or {}
 
 
-def bypass(graph: fx.Graph, node: fx.Node, value: fx.Node) -> None:
+def bypass(node: fx.Node, value: fx.Node) -> None:
     """Replace `node` by the equal `value` in all readers, and erase the node."""
     if "origin" in node.meta:  # an inserted value equals a captured value
         value.meta.setdefault("origin", node.meta["origin"])
     replace_uses(node, value)
-    erase_unread(graph, [node])
+    erase_unread([node])
 
 
 def replace_uses(old: fx.Node, new: fx.Node) -> None:
@@ -288,11 +284,11 @@ def with_shape(like: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     return tensor.requires_grad_(like.requires_grad)
 
 
-def erase_unread(graph: fx.Graph, nodes: Iterable[fx.Node]) -> None:
+def erase_unread(nodes: Iterable[fx.Node]) -> None:
     """Erase the nodes that have no readers, except in-place writes."""
     for node in sorted(set(nodes), reverse=True):
         if not node.users and node.op not in ("output", "placeholder") and not node_info.writes(node):
-            graph.erase_node(node)
+            node.graph.erase_node(node)
 
 
 def erase_cascade(
@@ -358,7 +354,7 @@ def hand_out(graph: fx.Graph, call: fx.Node, others: Sequence[fx.Node]) -> None:
         before.replace_all_uses_with(item, delete_user_cb=readers.__contains__)
     call.meta["example_value"] = tuple(map(node_info.value, values))
     call.meta.pop("origin", None)
-    erase_unread(graph, [node for node in others if not node._erased])
+    erase_unread([node for node in others if not node._erased])
 
 
 def merge(graph: fx.Graph, linears: Sequence[fx.Node]) -> fx.Node:
@@ -382,7 +378,7 @@ def merge(graph: fx.Graph, linears: Sequence[fx.Node]) -> fx.Node:
             columns = graph.call_function(ops.columns, (merged, start, stop))
         columns.meta, start = dict(node.meta), stop
         replace_uses(node, columns)
-    erase_unread(graph, linears)
+    erase_unread(linears)
     return merged
 
 
@@ -544,7 +540,7 @@ def _factor_argument(graph: fx.Graph, number: int, like: fx.Node) -> fx.Node:
 
 
 def _scale_operand(graph: fx.Graph, added: fx.Node, branch: fx.Node, factor: fx.Node) -> None:
-    scaled = calls_before(graph, added)(torch.mul, branch, factor)
+    scaled = calls_before(added)(torch.mul, branch, factor)
     before = node_info.value(branch)
     scaled.meta["example_value"] = node_info.value(scaled).detach().requires_grad_(before.requires_grad)
     added.replace_input_with(branch, scaled)

@@ -232,7 +232,7 @@ class _Sharding:
                 if isinstance(op, Move):
                     self.made_graph.moves[node.name] = op
                     shape = shape_of(user)
-                    edit.bypass(self.graph, user, node)
+                    edit.bypass(user, node)
             node.meta["example_value"] = edit.with_shape(parameter, shape)  # parameters are contiguous
             node.meta[MADE_ANEW] = self._is_made_anew(node)
 

@@ -240,7 +240,7 @@ def _call(
     stem = f"{rules[-1][1]}.{what}".lstrip(".")
     taken = {site.name for site in planned.sites}
     name = next(n for n in chain([stem], (f"{stem}_{i}" for i in count(1))) if n not in taken)
-    node = edit.replace(planned.canonical, nodes, name, args, at)
+    node = edit.replace(nodes, name, args, at)
     node.meta["fused"] = what
     node.meta.pop("merged", None)  # no longer a merged linear without a site
     planned.sites.append(Site(rules, fused, node))
