@@ -32,7 +32,6 @@ from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx._symbolic_trace import is_fx_symbolic_tracing
 
 from te_transform.graph.errors import in_full
-from te_transform.graph.long_containers import bounded_containers
 from te_transform.graph.questions import guard_questions
 from te_transform.graph.recompiles import Recompiles, module_in_frame
 from te_transform.graph.traceable import traceable_forms
@@ -169,7 +168,7 @@ def _our_capture(settings: Mapping[str, Any]) -> Iterator[None]:
         without_warnings = patch.object(torch._dynamo.utils, "warn_once", log.debug)
         with (
             compile_lock, _garbage_collected(), patched, without_warnings,
-            guard_questions(), bounded_containers(), traceable_forms(),
+            guard_questions(), traceable_forms(),
         ):  # fmt: skip
             yield
     finally:

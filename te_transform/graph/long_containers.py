@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from torch._dynamo.side_effects import SideEffects
@@ -23,15 +22,17 @@ from torch._dynamo.variables.builder import VariableBuilder
 from torch._dynamo.variables.dicts import ConstDictVariable
 from torch._guards import Source
 
-from te_transform.graph.dynamo_patches import call_before, leave_to_user, patched
+from te_transform.graph.dynamo_patches import Patch, call_before, leave_to_user
 
 MOST_ELEMENTS = 2**10
 _OF_ELEMENTS = (ConstDictKeySource, DictGetItemSource, GetItemSource, NonSerializableSetGetItemSource)
 
 
-@contextmanager
-def bounded_containers() -> Iterator[None]:
-    """End a graph where the forward reads or changes a longer container: Python runs this statement."""
+def container_patches() -> Iterator[Patch]:
+    """Yield the methods of dynamo that read or change a container, with their wrappers.
+
+    A graph ends where the forward reads or changes a longer container: Python runs this statement.
+    """
     read: defaultdict[Source, set[Source]] = defaultdict(set)
 
     def count_elements(self: VariableBuilder, _: Any) -> None:
@@ -39,13 +40,9 @@ def bounded_containers() -> Iterator[None]:
             read[source.base].add(source)
             _check(len(read[source.base]))
 
-    checks = (
-        (VariableBuilder, "_wrap", count_elements),
-        (SideEffects, "mutation", _check_changed),
-        (ConstDictVariable, "install_dict_keys_match_guard", _check_keys),
-    )
-    with patched((home, name, call_before(check)) for home, name, check in checks):
-        yield
+    yield VariableBuilder, "_wrap", call_before(count_elements)
+    yield SideEffects, "mutation", call_before(_check_changed)
+    yield ConstDictVariable, "install_dict_keys_match_guard", call_before(_check_keys)
 
 
 def _check_changed(_: SideEffects, variable: VariableTracker, *__: Any) -> None:

@@ -72,6 +72,7 @@ from te_transform.graph.dynamo_patches import (
 from te_transform.graph.function_names import name_patches
 from te_transform.graph.identity_guards import COMPARED_BY_VALUE, identity_patches
 from te_transform.graph.lambda_guards import add_guard, description, guard_at_root
+from te_transform.graph.long_containers import container_patches
 from te_transform.graph.lost_writes import write_patches
 from te_transform.graph.membership import key_patches
 from te_transform.graph.numpy_numbers import numpy_patches
@@ -283,7 +284,7 @@ def _patches() -> Iterator[Patch]:
     yield BuiltinVariable, "call_function", around(_asked_of_classes)
     for patches in (
         class_patches, identity_patches, name_patches, numpy_patches, write_patches, key_patches,
-        built_patches, hook_patches,
+        built_patches, hook_patches, container_patches,
     ):  # fmt: skip
         yield from patches()
     if IS_2_13:
