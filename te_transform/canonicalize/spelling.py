@@ -62,10 +62,10 @@ def _of_var_mean(part: fx.Node) -> tuple | None:
 
 
 def spell_indices(graph: fx.Graph) -> None:
-    """Rewrite an index that adds several dimensions, such as x[None, :n, None], as slices and unsqueezes."""
+    """Rewrite an index that adds dimensions, such as x[None, :n, None], as slices and unsqueezes."""
     for node in [node for node in graph.nodes if node.target is operator.getitem]:
         x, index = node.args
-        parts = index if isinstance(index, tuple) else ()
+        parts = index if isinstance(index, tuple) else (index,)
         plain = all(part is None or part is Ellipsis or isinstance(part, slice) for part in parts)
         if plain and None in parts and nodes.is_tensor_node(x):
             _insert_dims(node, x, parts)

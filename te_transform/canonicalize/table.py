@@ -63,14 +63,11 @@ def _attribute(x: fx.Node, name: str) -> tuple | None:
 
 
 def _item(x: fx.Node, index: Any) -> tuple | None:
-    """Return columns for x[..., a:b], unsqueeze for x[:, None], and None for other indices."""
+    """Return columns for x[..., a:b], and None for other indices."""
     parts = index if isinstance(index, tuple) else (index,)
     rest = [i for i in parts if not (i is Ellipsis or (isinstance(i, slice) and i == ALL))]
     if not is_tensor_node(x) or len(rest) != 1:
         return None
-    if rest[0] is None:
-        at = next(i for i, part in enumerate(parts) if part is None)
-        return torch.unsqueeze, (x, at - len(parts) if Ellipsis in parts[:at] else back(x, at, extra=1))
     reaches_last = parts[0] is Ellipsis or len(parts) == len(shape_of(x))
     sliced = isinstance(rest[0], slice) and rest[0] is parts[-1]
     return _slice_of_columns(x, rest[0]) if reaches_last and sliced else None
