@@ -8,7 +8,7 @@ import functools
 import types
 import weakref
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any
 
@@ -88,6 +88,29 @@ class Items(Content):
         return next((f"[{k!r}]" for k, item in zip(keys, self.items, strict=True) if item is inside), "")
 
 
+def _in_context(value: ContextVar[Any]) -> list[Any]:
+    try:
+        return [value.get()]
+    except LookupError:
+        return []
+
+
+# immutable values, each with the function that returns the values that it refers to
+LEADS: dict[type, Callable[[Any], Iterable[Any]]] = {
+    tuple: lambda value: value,
+    frozenset: lambda value: value,
+    functools.partial: lambda value: [value.func, value.args, value.keywords],
+    types.MethodType: lambda value: [value.__self__, value.__func__],
+    types.BuiltinMethodType: lambda value: [value.__self__],  # such as list.append of a list
+    types.MethodWrapperType: lambda value: [value.__self__],
+    types.MappingProxyType: lambda value: [*value.values()],
+    weakref.ref: lambda value: [value()],
+    functools._lru_cache_wrapper: lambda value: [getattr(value, "__wrapped__", None)],
+    ContextVar: _in_context,
+    ctypes._Pointer: lambda value: [value.contents] if value else [],
+}
+
+
 class Leads(Content):
     """An immutable value that refers to mutable values."""
 
@@ -95,25 +118,8 @@ class Leads(Content):
 
     def __init__(self, value: Any):
         super().__init__(value)
-        if isinstance(value, functools.partial):
-            self.inside = [value.func, value.args, value.keywords]
-        elif isinstance(value, types.MethodType):
-            self.inside = [value.__self__, value.__func__]
-        elif isinstance(value, (types.BuiltinMethodType, types.MethodWrapperType)):
-            self.inside = [value.__self__]  # such as list.append of a list
-        elif isinstance(value, functools._lru_cache_wrapper):
-            self.inside = [getattr(value, "__wrapped__", None)]
-        elif isinstance(value, weakref.ref):
-            self.inside = [value()]
-        elif isinstance(value, ContextVar):
-            with contextlib.suppress(LookupError):
-                self.inside = [value.get()]
-        elif isinstance(value, ctypes._Pointer):
-            self.inside = [value.contents] if value else []
-        elif isinstance(value, types.MappingProxyType):
-            self.inside = [*value.values()]
-        else:
-            self.inside = value
+        leads = next(leads for kind, leads in LEADS.items() if isinstance(value, kind))
+        self.inside = leads(value)
 
     def label(self, inside: Any) -> str:
         if isinstance(self.value, tuple):

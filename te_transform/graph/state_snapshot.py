@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import threading
 import types
-import weakref
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable
-from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -17,7 +14,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake
 
 from te_transform.graph.bits import same_bits, shape_in_bits
-from te_transform.graph.content import Attributes, Content, Items, Leads, Named, has_slots, home_of
+from te_transform.graph.content import LEADS, Attributes, Content, Items, Leads, Named, has_slots, home_of
 from te_transform.graph.content_of_code import (
     Code,
     OfClass,
@@ -125,7 +122,7 @@ class Noted:
         self._lenders: dict[int, tuple[Content, Any]] = {}  # an iterator's holder, and the iterator
         self._of_modules: dict[int, OfModule] = {}
         self._entered: set[int] = set()  # functions that may be called
-        self._kinds: dict[type, tuple[_Kind, ...]] = {}
+        self._kinds_of = functools.cache(_kinds_of)
         self._pending: list[Any] = [*model.modules()]
         while self._pending:
             self._note(self._pending.pop())
@@ -214,12 +211,6 @@ class Noted:
             self._lead(content, (variable,))
             self._pending += constructors_of(variable) if isinstance(variable, type) else ()
 
-    def _kinds_of(self, kind: type) -> tuple[_Kind, ...]:
-        """Return the cached snapshot functions for values of a class."""
-        if (kinds := self._kinds.get(kind)) is None:
-            kinds = self._kinds[kind] = _kinds_of(kind)
-        return kinds
-
     def _path(self, value: Any, names: dict[int, str]) -> str:
         """Return the path to a value from the model, or from a class, a function or a Python module."""
         labels: list[str] = []
@@ -238,17 +229,12 @@ def _of_class(value: type) -> Content | None:
     return OfClass(value) if is_of_a_user(home_of(value)) else None
 
 
-_LEADS = (
-    tuple, frozenset, functools.partial, types.MethodType, types.BuiltinMethodType, types.MethodWrapperType,
-    types.MappingProxyType, weakref.ref, functools._lru_cache_wrapper, ContextVar,
-    ctypes._Pointer,
-)  # fmt: skip
 _SNAPSHOT_CLASSES: tuple[tuple[tuple[type, ...], _Kind], ...] = (
     ((type,), _of_class),
     ((types.FunctionType,), OfFunction),
     ((types.ModuleType,), Content),
     ((dict, list, set, deque), Items),
-    (_LEADS, Leads),
+    (tuple(LEADS), Leads),
     ((Tensor,), TensorContent),
 )
 _WITHOUT_ATTRIBUTES = (type, types.FunctionType, types.ModuleType, Tensor, threading.Thread)
