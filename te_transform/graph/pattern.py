@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain, combinations
@@ -118,15 +118,20 @@ class Call(Pattern):
         here = here.bind(self.role, value) if self.role else here
         if here is None or len(value.args) < len(self.args):
             return
-        yield from self._match_args(value.args, here, misses)
+        yield from _match_each(self.args, value.args, here, misses)
         if self.commute:
-            yield from self._match_args((value.args[1], value.args[0], *value.args[2:]), here, misses)
+            swapped = (value.args[1], value.args[0], *value.args[2:])
+            yield from _match_each(self.args, swapped, here, misses)
 
-    def _match_args(self, values: tuple, so_far: Match, misses: Misses) -> Iterator[Match]:
-        partial = [so_far]
-        for pattern, value in zip(self.args, values, strict=False):
-            partial = [after for before in partial for after in pattern.match(value, before, misses)]
-        yield from partial
+
+def _match_each(
+    patterns: Sequence[Pattern], values: Sequence[Any], so_far: Match, misses: Misses
+) -> list[Match]:
+    """Return the matches of each pattern with the value at its position; further values may be any."""
+    matches = [so_far]
+    for pattern, value in zip(patterns, values, strict=False):
+        matches = [after for before in matches for after in pattern.match(value, before, misses)]
+    return matches
 
 
 @dataclass(frozen=True)
@@ -206,11 +211,8 @@ class Each(Pattern):
     def match(self, value: Any, so_far: Match, misses: Misses) -> Iterator[Match]:
         if not isinstance(value, (list, tuple)) or len(value) != len(self.items):
             note(misses, so_far, value, self)
-            return
-        partial = [so_far]
-        for pattern, item in zip(self.items, value, strict=True):
-            partial = [after for before in partial for after in pattern.match(item, before, misses)]
-        yield from partial
+        else:
+            yield from _match_each(self.items, value, so_far, misses)
 
 
 class OneOf(Pattern):
