@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import traceback
 from collections.abc import Callable, Iterator
@@ -141,10 +142,8 @@ def _attempt(model: nn.Module, guess: Guess) -> _Attempt:
     operations = _Operations()
     try:
         values = tree_map_only(Tensor, lambda tensor: tensor.to(device), _values(guess))
-        with operations:
+        with contextlib.suppress(*UNKNOWN_RESULT), operations:
             model(**values)
-    except UNKNOWN_RESULT:
-        return _Attempt(guess, None, operations.count, ())
     except Exception as error:
         return _Attempt(guess, error, operations.count, operations.failed)
     return _Attempt(guess, None, operations.count, ())
