@@ -56,15 +56,15 @@ def spell_products(graph: fx.Graph) -> None:
 def _spell_baddbmm(
     node: fx.Node, x: fx.Node, left: fx.Node, right: fx.Node, beta: float, alpha: float
 ) -> None:
-    product = edit.insert([node], torch.bmm, (left, right))
-    if alpha != 1:
-        product = edit.insert([node], torch.mul, (product, alpha))
+    product = _by_factor(node, edit.insert([node], torch.bmm, (left, right)), alpha)
     if beta == 0:  # baddbmm does not read x, which may be uninitialized
         edit.bypass(node, product)
         return
-    if beta != 1:
-        x = edit.insert([node], torch.mul, (x, beta))
-    edit.set_target(node, torch.add, (product, x))
+    edit.set_target(node, torch.add, (product, _by_factor(node, x, beta)))
+
+
+def _by_factor(node: fx.Node, x: fx.Node, factor: float) -> fx.Node:
+    return x if factor == 1 else edit.insert([node], torch.mul, (x, factor))
 
 
 def _spell_scaled_linear(
@@ -72,12 +72,9 @@ def _spell_scaled_linear(
 ) -> None:
     if not is_model_weight(2)(weight):
         return
-    if alpha != 1:
-        weight = edit.insert([node], torch.mul, (weight, alpha))
-    if beta not in (0, 1):
-        bias = edit.insert([node], torch.mul, (bias, beta))
-    weight = edit.insert([node], torch.t, (weight,))
-    edit.set_target(node, F.linear, (x, weight, bias if beta else None))  # addmm does not read 0 * bias
+    weight = edit.insert([node], torch.t, (_by_factor(node, weight, alpha),))
+    added = _by_factor(node, bias, beta) if beta else None  # addmm does not read 0 * bias
+    edit.set_target(node, F.linear, (x, weight, added))
 
 
 def _spell_tensordot(node: fx.Node, left: fx.Node, right: fx.Node, dims: Any) -> None:
