@@ -11,7 +11,7 @@ from torch import Tensor
 def same_bits(one: Tensor, other: Tensor) -> bool:
     """Return True if two tensors have the same shape, dtype, layout and bits, and the same sparse indices."""
     return _bit_layout(one) == _bit_layout(other) and all(
-        map(_same_dense, _dense_parts(one), _dense_parts(other))
+        map(_same_dense, _stored_parts(one), _stored_parts(other))
     )
 
 
@@ -35,8 +35,8 @@ def _same_dense(one: Tensor, other: Tensor) -> bool:
     return one.shape == other.shape and torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 
-def _dense_parts(tensor: Tensor) -> list[Tensor]:
-    """Return the dense tensors that make up a tensor."""
+def _stored_parts(tensor: Tensor) -> list[Tensor]:
+    """Return the dense tensors that a tensor is stored as."""
     if tensor.layout is torch.sparse_coo:
         return [tensor._indices(), tensor._values()]
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):

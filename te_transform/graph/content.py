@@ -56,14 +56,13 @@ class Items(Content):
 
     def __init__(self, value: Any):
         super().__init__(value)
-        kind = type(value)
-        self.base = kind if kind in _CONTAINERS else next(b for b in _CONTAINERS if issubclass(kind, b))
+        self.base = next(base for base in _CONTAINERS if issubclass(type(value), base))
         self.keys, self.items = self._now()
         self.inside = (*self.keys, *self.items)
 
     def _now(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         base, value = self.base, self.value
-        if base is dict or base is OrderedDict:
+        if issubclass(base, dict):
             return (*base.keys(value),), (*base.values(value),)
         return (), (*base.__iter__(value),)
 

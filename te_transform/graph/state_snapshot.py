@@ -132,16 +132,13 @@ class Noted:
 
     def unsaved(self) -> list[str]:
         """Return a clause for each value that cannot be restored, with its path and the reason."""
-        reasons = {
-            id(content.value): content.why for content in self.contents if isinstance(content, Unsaved)
-        }
-        values = [content.value for content in self.contents if isinstance(content, Unsaved)]
+        reasons = {id(c.value): (c.value, c.why) for c in self.contents if isinstance(c, Unsaved)}
         for holder, value in self._lenders.values():
-            if type(holder).lend is Content.lend and id(value) not in reasons:
-                reasons[id(value)] = f"which a {type(holder.value).__name__} holds"
-                values.append(value)
+            if type(holder).lend is Content.lend:
+                why = f"which a {type(holder.value).__name__} holds"
+                reasons.setdefault(id(value), (value, why))
         names = {id(module): name for name, module in self._model.named_modules()}
-        return [f"{self._path(x, names)} is a {type(x).__name__}, {reasons[id(x)]}" for x in values]
+        return [f"{self._path(x, names)} is a {type(x).__name__}, {why}" for x, why in reasons.values()]
 
     def lend_copies(self) -> None:
         """Replace the model's iterators by copies until the model is restored: iterators cannot be reset."""
