@@ -92,21 +92,13 @@ def _set_memory(value: Any, state: bytes) -> None:
     ctypes.memmove(ctypes.addressof(value), state, len(state))
 
 
-_DECIMAL_SETTINGS = "prec", "rounding", "Emin", "Emax", "capitals", "clamp"
-
-
 def _decimal_state(value: decimal.Context) -> Any:
     """Return the settings of a context of decimal numbers, and the signals that it has counted."""
-    settings = {name: getattr(value, name) for name in _DECIMAL_SETTINGS}
-    return settings, dict(value.flags), dict(value.traps)
+    return decimal.Context.__reduce__(value)[1]
 
 
 def _set_decimal_state(value: decimal.Context, state: Any) -> None:
-    settings, flags, traps = state
-    for name, setting in settings.items():
-        setattr(value, name, setting)
-    value.flags.update(flags)
-    value.traps.update(traps)
+    decimal.Context.__init__(value, *state)
 
 
 class OfArray(Content):
