@@ -41,30 +41,22 @@ def around(act: Callable[..., Any]) -> Callable[[Any], Any]:
 def call_before(act: Callable[..., None]) -> Callable[[Any], Any]:
     """Return a wrapper of a method that first calls `act` with the method's arguments."""
 
-    def wrap(own: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(own)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            act(*args, **kwargs)
-            return own(*args, **kwargs)
+    def call(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        act(*args, **kwargs)
+        return own(*args, **kwargs)
 
-        return call
-
-    return wrap
+    return around(call)
 
 
 def call_after(act: Callable[..., None]) -> Callable[[Any], Any]:
     """Return a wrapper of a method that calls `act` with the method's arguments once the method returns."""
 
-    def wrap(own: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(own)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            out = own(*args, **kwargs)
-            act(*args, **kwargs)
-            return out
+    def call(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        out = own(*args, **kwargs)
+        act(*args, **kwargs)
+        return out
 
-        return call
-
-    return wrap
+    return around(call)
 
 
 def leave_to_user(why: str) -> NoReturn:
