@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any, Literal
 
 import torch
@@ -12,7 +11,6 @@ from torch import Tensor, nn
 from torch.optim.adam import adam
 
 from te_transform.training.one_bit import checks
-from te_transform.training.one_bit.layout import FlatLayout
 from te_transform.training.one_bit.optimizer import GradientsOf, OneBitOptimizer
 
 CHANGE = 0.04  # the relative change of norm1(v) over 1 / (1 - beta2) steps below which "auto" freezes v
@@ -69,22 +67,21 @@ class OneBitAdam(OneBitOptimizer):
         """True during the warm-up."""
         return not self.frozen
 
-    def _update(self, layout: FlatLayout, gradients: GradientsOf) -> None:
+    def _update(self, gradients: GradientsOf) -> None:
         if self.frozen:
-            self._compressed(layout, gradients)
+            self._compressed(gradients)
         else:
-            self._warm_up(layout, gradients)
+            self._warm_up(gradients)
         self._note(steps=self.steps + 1)
-        if not self.frozen and self._is_steady(layout):
-            self._freeze(layout)
+        if not self.frozen and self._is_steady():
+            self._freeze()
             self._note(frozen=True, variances=[])
 
-    def _warm_up(self, layout: FlatLayout, gradients: GradientsOf) -> None:
+    def _warm_up(self, gradients: GradientsOf) -> None:
         self._start()
-        with self._weights(layout) as weights:
-            for group, trained in zip(self.param_groups, layout.groups, strict=True):
-                if present := [p for p in trained if p in gradients]:
-                    self._adam(group, present, weights, gradients)
+        with self._weights() as weights:
+            for group, present in self._groups_with(gradients.__contains__):
+                self._adam(group, present, weights, gradients)
 
     def _adam(
         self,
@@ -120,16 +117,16 @@ class OneBitAdam(OneBitOptimizer):
         super()._reset()
         self._has_unused = None
 
-    def _is_steady(self, layout: FlatLayout) -> bool:
+    def _is_steady(self) -> bool:
         """Return True if the variance must be frozen now. Rank 0 decides for all ranks."""
         if self.freeze_step != "auto":  # torch.distributed.checkpoint makes a first step without gradients
-            return self.steps >= self.freeze_step and self._norm_of_variance(layout).item() > 0
+            return self.steps >= self.freeze_step and self._norm_of_variance().item() > 0
         span = math.ceil(1 / (1 - max(group["betas"][1] for group in self.param_groups)) - 1e-6)
         every = max(span // CHECKS, 1)
         if self.steps % every:
             return False
-        norm = self._norm_of_variance(layout)
-        if layout.world_size > 1:
+        norm = self._norm_of_variance()
+        if self._layout.world_size > 1:
             dist.broadcast(norm, group=self.process_group, group_src=0)
         before = [] if self._warms_up_rate() else self.param_groups[0]["variances"]
         variances = [*before, norm.item()][-(span // every) - 1 :]
@@ -146,33 +143,31 @@ class OneBitAdam(OneBitOptimizer):
             group["last_lr"] = rate
         return rises
 
-    def _norm_of_variance(self, layout: FlatLayout) -> Tensor:
+    def _norm_of_variance(self) -> Tensor:
         """Return the bias-corrected norm1 of the variance, in fp64."""
-        total = torch.zeros((), dtype=torch.float64, device=layout.device)
-        for index, group in enumerate(self.param_groups):
-            for part in layout.parts(self._flat["exp_avg_sq"], index):
-                total += part.sum(dtype=torch.float64) / (1 - group["betas"][1] ** self.steps)
+        total = torch.zeros((), dtype=torch.float64, device=self._layout.device)
+        for group, (part,) in self._parts(self._flat["exp_avg_sq"]):
+            total += part.sum(dtype=torch.float64) / (1 - group["betas"][1] ** self.steps)
         return total
 
-    def _freeze(self, layout: FlatLayout) -> None:
+    def _freeze(self) -> None:
         """Replace v by sqrt(v) + eps, or infinity for v = 0, and m by m / (sqrt(v) + eps), bias corrected."""
-        self._correct(layout)
-        self._to_denominator_(layout, self._flat["exp_avg_sq"])
+        self._correct()
+        self._to_denominator_(self._flat["exp_avg_sq"])
         self._flat["exp_avg"].div_(self._flat["exp_avg_sq"])
 
-    def _correct(self, layout: FlatLayout) -> None:
-        for group, trained in zip(self.param_groups, layout.groups, strict=True):
+    def _correct(self) -> None:
+        for group, trained in self._groups_with(self._has_trained):
             for state in (self.state[p] for p in trained):
-                if (step := state["step"].item()) > 0:
-                    state["exp_avg"].div_(1 - group["betas"][0] ** step)
-                    state["exp_avg_sq"].div_(1 - group["betas"][1] ** step)
+                step = state["step"].item()
+                state["exp_avg"].div_(1 - group["betas"][0] ** step)
+                state["exp_avg_sq"].div_(1 - group["betas"][1] ** step)
 
-    def _to_denominator_(self, layout: FlatLayout, variance: Tensor) -> Tensor:
+    def _to_denominator_(self, variance: Tensor) -> Tensor:
         """Turn a flat variance into sqrt(v) + eps, or infinity for v = 0."""
         denominator = variance.masked_fill_(variance == 0, math.inf).sqrt_()
-        for index, group in enumerate(self.param_groups):
-            for part in layout.parts(denominator, index):
-                part.add_(group["eps"])
+        for group, (part,) in self._parts(denominator):
+            part.add_(group["eps"])
         return denominator
 
     @property
@@ -180,50 +175,42 @@ class OneBitAdam(OneBitOptimizer):
         """Return sqrt(v) + eps, flat."""
         return self._flat["exp_avg_sq"]
 
-    def _denominators(self, layout: FlatLayout, parameters: list[nn.Parameter]) -> list[Tensor]:
-        return [layout.view(self._denominator, p) for p in parameters]
+    def _denominators(self, parameters: list[nn.Parameter]) -> list[Tensor]:
+        return [self._layout.view(self._denominator, p) for p in parameters]
 
-    def _clear_unused(self, layout: FlatLayout, values: Tensor) -> None:
+    def _clear_unused(self, values: Tensor) -> None:
         """Zero the elements without a gradient before the freeze. An exchange gives them a nonzero value."""
         denominator = self._denominator
         if self._has_unused is None:
-            sizes = self._denominators(layout, list(layout.parameters))
+            sizes = self._denominators(list(self._layout.parameters))
             self._has_unused = torch.stack([size.isinf().any() for size in sizes]).any().item()
         if self._has_unused:
             values.masked_fill_(denominator.isinf(), 0.0)
 
-    def _compressed(self, layout: FlatLayout, gradients: GradientsOf) -> None:
-        self._exchange_update(layout, gradients)
-        with self._weights(layout) as weights:
-            for group, trained in self._trained_groups(layout):
+    def _compressed(self, gradients: GradientsOf) -> None:
+        self._exchange_update(gradients)
+        with self._weights() as weights:
+            for group, trained in self._groups_with(self._has_trained):
                 self._descend(group, trained, weights)
 
-    def _exchange_update(self, layout: FlatLayout, gradients: GradientsOf) -> None:
+    def _exchange_update(self, gradients: GradientsOf) -> None:
         """Add the gradients to u, and replace u by its compressed mean over ranks."""
-        self._add_to_update(layout, gradients)
+        self._add_to_update(gradients)
         self._mean(self._flat["exp_avg"])
-        self._clear_unused(layout, self._flat["exp_avg"])
+        self._clear_unused(self._flat["exp_avg"])
 
-    def _add_to_update(self, layout: FlatLayout, gradients: GradientsOf) -> None:
+    def _add_to_update(self, gradients: GradientsOf) -> None:
         """Compute beta1 * u + (1 - beta1) * g / denominator. A missing gradient counts as zeros."""
-        self._decay(layout)
-        for group, own in zip(self.param_groups, layout.groups, strict=True):
-            if present := [p for p in own if p in gradients]:
-                (updates,), given = self._views(present, "exp_avg"), [gradients[p] for p in present]
-                denominators = self._denominators(layout, present)
-                torch._foreach_addcdiv_(updates, given, denominators, value=1 - group["betas"][0])
+        self._decay()
+        for group, present in self._groups_with(gradients.__contains__):
+            (updates,), given = self._views(present, "exp_avg"), [gradients[p] for p in present]
+            denominators = self._denominators(present)
+            torch._foreach_addcdiv_(updates, given, denominators, value=1 - group["betas"][0])
 
-    def _decay(self, layout: FlatLayout) -> None:
+    def _decay(self) -> None:
         """Multiply the momentum by beta1 of each group."""
-        for index, group in enumerate(self.param_groups):
-            for part in layout.parts(self._flat["exp_avg"], index):
-                part.mul_(group["betas"][0])
-
-    def _trained_groups(self, layout: FlatLayout) -> Iterator[tuple[dict[str, Any], list[nn.Parameter]]]:
-        """Yield each group that has trained parameters, with these parameters."""
-        for group, own in zip(self.param_groups, layout.groups, strict=True):
-            if trained := [p for p in own if self._has_trained(p)]:
-                yield group, trained
+        for group, (part,) in self._parts(self._flat["exp_avg"]):
+            part.mul_(group["betas"][0])
 
     def _has_trained(self, parameter: nn.Parameter) -> bool:
         """Return False for empty parameters, and for parameters that got no gradient in the warm-up."""

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from te_transform.training.one_bit.adam import OneBitAdam
-from te_transform.training.one_bit.layout import FlatLayout
 from te_transform.training.one_bit.optimizer import GradientsOf
 
 COEFFICIENTS = 0.01, 10.0  # bounds of norm(weight) / norm(update) in the warm-up
@@ -33,44 +32,37 @@ class OneBitLamb(OneBitAdam):
     _buffers = (*OneBitAdam._buffers, "relative_variance")
     _scalars = ("step", "coefficient", "factor")
 
-    def _warm_up(self, layout: FlatLayout, gradients: GradientsOf) -> None:
+    def _warm_up(self, gradients: GradientsOf) -> None:
         self._start()
-        with self._weights(layout) as weights:
-            for group, own in zip(self.param_groups, layout.groups, strict=True):
-                if present := [p for p in own if p in gradients]:
-                    states = [self.state[p] for p in present]
-                    updates = _lamb_updates(states, [gradients[p] for p in present], group)
-                    _apply_updates(states, [weights[p] for p in present], updates, group)
+        with self._weights() as weights:
+            for group, present in self._groups_with(gradients.__contains__):
+                states = [self.state[p] for p in present]
+                updates = _lamb_updates(states, [gradients[p] for p in present], group)
+                _apply_updates(states, [weights[p] for p in present], updates, group)
 
     def _start(self) -> None:
         super()._start()
-        for parameter in self._laid_out().parameters:
+        for parameter in self._layout.parameters:
             state, one = self.state[parameter], torch.ones((), dtype=torch.float32, device=parameter.device)
             state.setdefault("coefficient", torch.zeros_like(one))
             state.setdefault("factor", one)
 
-    def _freeze(self, layout: FlatLayout) -> None:
+    def _freeze(self) -> None:
         """Freeze v and c. From now on, the variance is tracked as a multiple of (sqrt(v) + eps) ** 2."""
-        super()._freeze(layout)
-        relative, denominator = self._flat["relative_variance"], self._denominator
-        for index, group in enumerate(self.param_groups):
-            parts = (layout.parts(flat, index) for flat in (relative, denominator))
-            for own, size in zip(*parts, strict=True):
-                torch.sub(1.0, group["eps"] / size, out=own).square_()
-        for state in (self.state[p] for p in layout.parameters if self._has_trained(p)):
+        super()._freeze()
+        for group, (relative, size) in self._parts(self._flat["relative_variance"], self._denominator):
+            torch.sub(1.0, group["eps"] / size, out=relative).square_()
+        for state in (self.state[p] for p in self._layout.parameters if self._has_trained(p)):
             state["coefficient"].div_(1 - AVERAGED ** state["step"].item())
 
-    def _exchange_update(self, layout: FlatLayout, gradients: GradientsOf) -> None:
+    def _exchange_update(self, gradients: GradientsOf) -> None:
         """Exchange u, and track the variance of the gradients that the change of u implies."""
         before, update = self._flat["exp_avg"].clone(), self._flat["exp_avg"]
-        super()._exchange_update(layout, gradients)
-        for index, group in enumerate(self.param_groups):
+        super()._exchange_update(gradients)
+        for group, (old, new, variance) in self._parts(before, update, self._flat["relative_variance"]):
             beta1, beta2 = group["betas"]
-            flats = before, update, self._flat["relative_variance"]
-            parts = (layout.parts(flat, index) for flat in flats)
-            for old, new, variance in zip(*parts, strict=True):
-                gradient = new.sub(old, alpha=beta1).div_(1 - beta1)
-                variance.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+            gradient = new.sub(old, alpha=beta1).div_(1 - beta1)
+            variance.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
 
     def _descend(
         self, group: dict[str, Any], trained: list[nn.Parameter], weights: dict[nn.Parameter, Tensor]

@@ -37,7 +37,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
         self, params: Any, defaults: dict[str, Any], process_group: dist.ProcessGroup | None
     ) -> None:
         self.process_group = checks.process_group(process_group)
-        self._layout: FlatLayout | None = None
+        self._fixed_layout: FlatLayout | None = None  # from the first use on
         self._flat: dict[str, Tensor] = {}
         # DDP and its parameters. DDP refers to this optimizer where the garbage collector sees no cycle
         self._registered: tuple[weakref.ref[nn.Module], set[nn.Parameter]] | None = None
@@ -54,7 +54,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
             OneBitError: a step was taken, register() was called, parameters are sharded, or an option is out
                 of range.
         """
-        if self._layout is not None:
+        if self._fixed_layout is not None:
             raise OneBitError(
                 "expected all parameters before the first step, got a group after it, which the flat buffers "
                 "have no room for; make a new optimizer"
@@ -124,22 +124,22 @@ class OneBitOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        is_first = self._layout is None
-        layout = self._laid_out()
-        self._check_gradients(layout)
+        is_first = self._fixed_layout is None
+        layout = self._layout
+        self._check_gradients()
         if layout.parameters:
             if is_first and layout.world_size > 1:
-                self._check_ranks(layout)
+                self._check_ranks()
             if not self._overflowed():
                 self._shared_errors = None
-                gradients = self._gradients(layout)
+                gradients = self._gradients()
                 if self.needs_averaged_gradients and not self.hook_ran and layout.world_size > 1:
-                    gradients = self._averaged(layout, gradients)
-                self._update(layout, gradients)
+                    gradients = self._averaged(gradients)
+                self._update(gradients)
         self.hook_ran = False
         return loss
 
-    def _update(self, layout: FlatLayout, gradients: GradientsOf) -> None:
+    def _update(self, gradients: GradientsOf) -> None:
         raise NotImplementedError
 
     def _note(self, **progress: Any) -> None:
@@ -147,36 +147,43 @@ class OneBitOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             group.update(progress)
 
-    def _laid_out(self) -> FlatLayout:
-        if self._layout is None:
+    @property
+    def _layout(self) -> FlatLayout:
+        """The layout of the parameters that train at its first use."""
+        if self._fixed_layout is None:
             groups = [[p for p in group["params"] if p.requires_grad] for group in self.param_groups]
             checks.check_devices([p for group in groups for p in group])
             if self._registered is not None:
                 checks.check_reduced([p for group in groups for p in group], self._registered[1])
-            self._layout = FlatLayout(groups, dist.get_world_size(self.process_group))
-        return self._layout
+            self._fixed_layout = FlatLayout(groups, dist.get_world_size(self.process_group))
+        return self._fixed_layout
 
-    def _buffer(self, name: str) -> Tensor:
-        """Return the flat buffer of this name; made of zeros, with its views in `state`, on first use."""
-        if name not in self._flat:
-            layout = self._laid_out()
-            self._flat[name] = layout.buffer()
-            for parameter in layout.parameters:
-                self.state[parameter][name] = layout.view(self._flat[name], parameter)
-        return self._flat[name]
+    def _groups_with(
+        self, is_chosen: Callable[[nn.Parameter], bool]
+    ) -> Iterator[tuple[dict[str, Any], list[nn.Parameter]]]:
+        """Yield each group that has chosen parameters, with these parameters."""
+        for group, own in zip(self.param_groups, self._layout.groups, strict=True):
+            if chosen := [p for p in own if is_chosen(p)]:
+                yield group, chosen
+
+    def _parts(self, *buffers: Tensor) -> Iterator[tuple[dict[str, Any], tuple[Tensor, ...]]]:
+        """Yield each group with its matrices in each buffer, and then with its vectors."""
+        for index, group in enumerate(self.param_groups):
+            for parts in zip(*(self._layout.parts(buffer, index) for buffer in buffers), strict=True):
+                yield group, parts
 
     def _mean(self, values: Tensor) -> None:
         """Replace a buffer by its compressed mean over ranks; one rank has nothing to exchange."""
-        if (layout := self._laid_out()).world_size > 1:
-            self._exchanged(layout)(values)
+        if self._layout.world_size > 1:
+            self._exchanged()(values)
 
-    def _exchanged(self, layout: FlatLayout) -> CompressedMean:
+    def _exchanged(self) -> CompressedMean:
         if self._exchange is None:
-            self._exchange = CompressedMean(layout, self.process_group)
+            self._exchange = CompressedMean(self._layout, self.process_group)
         return self._exchange
 
-    def _check_gradients(self, layout: FlatLayout) -> None:
-        known = set(layout.parameters)
+    def _check_gradients(self) -> None:
+        known = set(self._layout.parameters)
         for parameter in (p for p in self._parameters() if p.grad is not None):
             if parameter not in known:
                 raise OneBitError(
@@ -188,9 +195,9 @@ class OneBitOptimizer(torch.optim.Optimizer):
                     "expected dense gradients, got a sparse one; make the nn.Embedding with sparse=False"
                 )
 
-    def _check_ranks(self, layout: FlatLayout) -> None:
-        gradients = [p.grad for p in layout.parameters if p.grad is not None]
-        is_averaged = checks.agree(list(layout.parameters), gradients, self.process_group)
+    def _check_ranks(self) -> None:
+        gradients = [p.grad for p in self._layout.parameters if p.grad is not None]
+        is_averaged = checks.agree(list(self._layout.parameters), gradients, self.process_group)
         if is_averaged and not self.hook_ran:
             log.warning(
                 "gradients are averaged before step() already, so compressing saves no traffic; call "
@@ -210,8 +217,9 @@ class OneBitOptimizer(torch.optim.Optimizer):
         self.scales_differ |= bool(largest) != bool(smallest)
         return bool(largest)
 
-    def _gradients(self, layout: FlatLayout) -> GradientsOf:
+    def _gradients(self) -> GradientsOf:
         """Return the fp32 gradients of the parameters with a gradient, without GradScaler's scale."""
+        layout = self._layout
         given = {p: p.grad for p in layout.parameters if p.grad is not None}
         gradients = {p: grad for p, grad in given.items() if grad.dtype == torch.float32}
         if cast := [p for p in given if p not in gradients]:
@@ -222,25 +230,21 @@ class OneBitOptimizer(torch.optim.Optimizer):
             torch._foreach_mul_(list(gradients.values()), scale.double().reciprocal().float())
         return gradients
 
-    def _averaged(self, layout: FlatLayout, gradients: GradientsOf) -> GradientsOf:
+    def _averaged(self, gradients: GradientsOf) -> GradientsOf:
         """Return the mean of gradients over ranks, if no registered DDP has computed it."""
-        flat, views = self._flattened(layout, gradients)
+        layout, flat = self._layout, self._layout.buffer()
+        views = {p: layout.view(flat, p) for p in layout.parameters}
+        if gradients:
+            torch._foreach_copy_([views[p] for p in gradients], list(gradients.values()))
         present = torch.tensor([p in gradients for p in views], dtype=torch.uint8, device=flat.device)
         dist.all_reduce(flat.mul_(1 / layout.world_size), group=self.process_group)
         dist.all_reduce(present, dist.ReduceOp.MAX, group=self.process_group)
         return {p: view for (p, view), used in zip(views.items(), present.tolist(), strict=True) if used}
 
-    def _flattened(self, layout: FlatLayout, gradients: GradientsOf) -> tuple[Tensor, GradientsOf]:
-        """Return gradients in one buffer, zeros for missing ones, and the view of each parameter."""
-        flat = layout.buffer()
-        views = {p: layout.view(flat, p) for p in layout.parameters}
-        if gradients:
-            torch._foreach_copy_([views[p] for p in gradients], list(gradients.values()))
-        return flat, views
-
     @contextlib.contextmanager
-    def _weights(self, layout: FlatLayout) -> Iterator[dict[nn.Parameter, Tensor]]:
+    def _weights(self) -> Iterator[dict[nn.Parameter, Tensor]]:
         """Yield fp32 weights to update in place. Copies of 16-bit weights are rounded at the end."""
+        layout = self._layout
         weights = {p: p for p in layout.parameters if p.dtype == torch.float32}
         if cast := [p for p in layout.parameters if p not in weights]:
             copies = layout.scratch()
@@ -286,9 +290,8 @@ class OneBitOptimizer(torch.optim.Optimizer):
         packed = super().state_dict()
         if not self.state:
             return packed
-        layout = self._laid_out()
-        errors = errors or (layout.buffer(),) * 2
-        return saved.with_errors(packed, self._parameters(), layout, errors, owner)
+        errors = errors or (self._layout.buffer(),) * 2
+        return saved.with_errors(packed, self._parameters(), self._layout, errors, owner)
 
     @property
     def _owner(self) -> saved.ErrorOwner:
@@ -314,7 +317,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
         self._reset()
         if states:
             with torch.no_grad():
-                self._load(states, self._laid_out())
+                self._load(states)
 
     def _shapes(self, parameter: nn.Parameter) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the saved state of a parameter, by name."""
@@ -330,9 +333,12 @@ class OneBitOptimizer(torch.optim.Optimizer):
 
     def _start(self) -> None:
         """Make the state on first use, with its final names: checkpoints are read by name."""
-        for name in self._buffers:
-            self._buffer(name)
-        for parameter in self._laid_out().parameters:
+        layout = self._layout
+        for name in (name for name in self._buffers if name not in self._flat):
+            self._flat[name] = layout.buffer()
+            for parameter in layout.parameters:
+                self.state[parameter][name] = layout.view(self._flat[name], parameter)
+        for parameter in layout.parameters:
             state = self.state[parameter]
             state.setdefault("step", torch.zeros((), dtype=torch.float32, device="cpu"))
             if parameter.dim() > 1:  # only the name: state_dict() computes the value
@@ -341,14 +347,15 @@ class OneBitOptimizer(torch.optim.Optimizer):
     def _reset(self) -> None:
         self._flat, self._exchange, self._shared_errors = {}, None, None
 
-    def _load(self, states: dict[nn.Parameter, dict[str, Any]], layout: FlatLayout) -> None:
+    def _load(self, states: dict[nn.Parameter, dict[str, Any]]) -> None:
+        layout = self._layout
         self._start()
         for parameter in (p for p in layout.parameters if p in states):
             for name in (*self._buffers, *self._scalars):
                 self.state[parameter][name].copy_(states[parameter][name])
         errors = saved.errors(states, layout, self._owner)
         if layout.world_size > 1 and errors is not None:
-            self._exchanged(layout).set_errors(*errors)
+            self._exchanged().set_errors(*errors)
 
     def _parameters(self) -> list[nn.Parameter]:
         return [p for group in self.param_groups for p in group["params"]]

@@ -11,7 +11,6 @@ from torch import Tensor
 from te_transform.training.one_bit import checks
 from te_transform.training.one_bit.adam import OneBitAdam, descend
 from te_transform.training.one_bit.checks import OneBitError
-from te_transform.training.one_bit.layout import FlatLayout
 from te_transform.training.one_bit.optimizer import GradientsOf
 
 
@@ -78,21 +77,20 @@ class ZeroOneAdam(OneBitAdam):
         """True if all ranks have the same weights: no local step was taken since the last exchange."""
         return self.param_groups[0]["local_steps"] == 0
 
-    def _warm_up(self, layout: FlatLayout, gradients: GradientsOf) -> None:
+    def _warm_up(self, gradients: GradientsOf) -> None:
         self._start()
         if is_full := self.needs_averaged_gradients:
-            self._update_variance(layout, gradients)
+            self._update_variance(gradients)
             self._note(full_steps=self.param_groups[0]["full_steps"] + 1)
-        self._decay(layout)
-        for group, own in zip(self.param_groups, layout.groups, strict=True):
-            if present := [p for p in own if p in gradients]:
-                given = [gradients[p] for p in present]
-                torch._foreach_add_(*self._views(present, "exp_avg"), given, alpha=1 - group["betas"][0])
+        self._decay()
+        for group, present in self._groups_with(gradients.__contains__):
+            given = [gradients[p] for p in present]
+            torch._foreach_add_(*self._views(present, "exp_avg"), given, alpha=1 - group["betas"][0])
         if not is_full:
             self._exchange_momentum()
-        with self._weights(layout) as weights:
-            for group, trained in self._trained_groups(layout):
-                (momenta,), sizes = self._views(trained, "exp_avg"), self._denominators(layout, trained)
+        with self._weights() as weights:
+            for group, trained in self._groups_with(self._has_trained):
+                (momenta,), sizes = self._views(trained, "exp_avg"), self._denominators(trained)
                 updates = torch._foreach_div(momenta, sizes)
                 torch._foreach_div_(updates, 1 - group["betas"][0] ** (self.steps + 1))
                 descend(group, [weights[p] for p in trained], updates)
@@ -103,16 +101,15 @@ class ZeroOneAdam(OneBitAdam):
         self._mean(momentum.div_(denominator))
         momentum.mul_(denominator.masked_fill(denominator.isinf(), 0.0))  # unused elements, and padding
 
-    def _update_variance(self, layout: FlatLayout, gradients: GradientsOf) -> None:
+    def _update_variance(self, gradients: GradientsOf) -> None:
         """Update v, and rescale the errors to the new m / (sqrt(v) + eps)."""
         before = None if self._exchange is None else self._denominator
-        for group, own in zip(self.param_groups, layout.groups, strict=True):
-            if present := [p for p in own if p in gradients]:
-                for state in (self.state[p] for p in present):
-                    state["step"] += 1  # of the variance
-                (variances,), given = self._views(present, "exp_avg_sq"), [gradients[p] for p in present]
-                torch._foreach_mul_(variances, group["betas"][1])
-                torch._foreach_addcmul_(variances, given, given, value=1 - group["betas"][1])
+        for group, present in self._groups_with(gradients.__contains__):
+            for state in (self.state[p] for p in present):
+                state["step"] += 1  # of the variance
+            (variances,), given = self._views(present, "exp_avg_sq"), [gradients[p] for p in present]
+            torch._foreach_mul_(variances, group["betas"][1])
+            torch._foreach_addcmul_(variances, given, given, value=1 - group["betas"][1])
         self._divisor = None
         if self._exchange is not None and before is not None:
             ratio = (before / self._denominator).nan_to_num_(nan=0.0, posinf=0.0)
@@ -125,39 +122,37 @@ class ZeroOneAdam(OneBitAdam):
         if self.frozen:
             return super()._denominator
         if self._divisor is None:
-            layout = self._laid_out()
-            self._divisor = self._to_denominator_(layout, self._corrected_variance(layout))
+            self._divisor = self._to_denominator_(self._corrected_variance())
         return self._divisor
 
     def _reset(self) -> None:
         super()._reset()
         self._divisor = None
 
-    def _corrected_variance(self, layout: FlatLayout) -> Tensor:
+    def _corrected_variance(self) -> Tensor:
         flat = self._flat["exp_avg_sq"].clone()
-        for group, own in zip(self.param_groups, layout.groups, strict=True):
-            for parameter in (p for p in own if self._has_trained(p)):
+        for group, trained in self._groups_with(self._has_trained):
+            for parameter in trained:
                 correction = 1 - group["betas"][1] ** self.state[parameter]["step"].item()
-                layout.view(flat, parameter).div_(correction)
+                self._layout.view(flat, parameter).div_(correction)
         return flat
 
-    def _correct(self, layout: FlatLayout) -> None:
+    def _correct(self) -> None:
         """Bias correct m and v, and reset the errors for the local steps."""
-        for index, group in enumerate(self.param_groups):
-            for part in layout.parts(self._flat["exp_avg"], index):
-                part.div_(1 - group["betas"][0] ** self.steps)
-        self._flat["exp_avg_sq"].copy_(self._corrected_variance(layout))
+        for group, (part,) in self._parts(self._flat["exp_avg"]):
+            part.div_(1 - group["betas"][0] ** self.steps)
+        self._flat["exp_avg_sq"].copy_(self._corrected_variance())
         self._exchange = self._divisor = None
         self._note(frozen_at=self.steps)
 
-    def _compressed(self, layout: FlatLayout, gradients: GradientsOf) -> None:
-        if layout.world_size == 1:
-            return super()._compressed(layout, gradients)
+    def _compressed(self, gradients: GradientsOf) -> None:
+        if self._layout.world_size == 1:
+            return super()._compressed(gradients)
         if self.is_synchronized:
-            self._share_weights(layout)
-        self._add_to_update(layout, gradients)
-        with self._weights(layout) as weights:
-            for group, trained in self._trained_groups(layout):
+            self._share_weights()
+        self._add_to_update(gradients)
+        with self._weights() as weights:
+            for group, trained in self._groups_with(self._has_trained):
                 updates, changes, shared = self._views(trained, "exp_avg", "local_change", "shared_weight")
                 descend(group, [weights[p] for p in trained], updates)
                 descend(group, changes, updates)
@@ -183,15 +178,14 @@ class ZeroOneAdam(OneBitAdam):
         The paper exchanges the change of the weights. Its error would be divided by the learning rates of the
         next steps. Momenta would then grow without limit as the learning rate falls.
         """
-        layout, update, change = self._laid_out(), self._flat["exp_avg"], self._flat["local_change"]
-        for index, group in enumerate(self.param_groups):
+        update, change = self._flat["exp_avg"], self._flat["local_change"]
+        for group, (own, total) in self._parts(update, change):
             if group["lr_sum"] > 0:
-                for own, total in zip(layout.parts(update, index), layout.parts(change, index), strict=True):
-                    torch.div(total, -group["lr_sum"], out=own)
+                torch.div(total, -group["lr_sum"], out=own)
         self._mean(update)
-        self._clear_unused(layout, update)
-        with self._weights(layout) as weights:
-            for group, own in zip(self.param_groups, layout.groups, strict=True):
+        self._clear_unused(update)
+        with self._weights() as weights:
+            for group, own in zip(self.param_groups, self._layout.groups, strict=True):
                 if own:
                     shared, updates = self._views(list(own), "shared_weight", "exp_avg")
                     moved = [weights[p] for p in own]
@@ -200,10 +194,10 @@ class ZeroOneAdam(OneBitAdam):
         change.zero_()
         self._note(local_steps=0, lr_sum=0.0)
 
-    def _share_weights(self, layout: FlatLayout) -> None:
+    def _share_weights(self) -> None:
         """Store the common weights. Subtracting the local steps instead would round differently per rank."""
-        shared = [self.state[p]["shared_weight"] for p in layout.parameters]
-        torch._foreach_copy_(shared, list(layout.parameters))
+        parameters = list(self._layout.parameters)
+        torch._foreach_copy_(*self._views(parameters, "shared_weight"), parameters)
 
     def gathered_state_dict(self) -> dict[str, Any]:
         """Return one state for any number of ranks; see OneBitAdam.
