@@ -17,7 +17,7 @@ from torch import fx
 
 from te_transform.graph import edit, ops
 from te_transform.graph.nodes import is_parameter, path_of, reached, shape_of, writes
-from te_transform.parallel.collectives import Shards
+from te_transform.parallel.collectives import Redistribution, Shards
 from te_transform.parallel.sharding import Refusal, step
 from te_transform.plan.options import skipped_by
 
@@ -155,8 +155,8 @@ class _LayingOut:
             raise Refusal("the model writes in place to them, but their values must stay")
         else:
             how = step(node, region.between, self.ranks)
-            needed = tuple(arg for arg in how.share if any(True for _ in self._makers(arg)))
-            if needed or how.gather:
+            shared = [arg for arg, (change, _) in how.moves.items() if change is Redistribution.SHARE]
+            if needed := tuple(arg for arg in shared if any(True for _ in self._makers(arg))):
                 raise Refusal(
                     f"a {node.target.__name__} reads a whole value too, but needs shards", whole=needed
                 )

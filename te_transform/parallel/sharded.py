@@ -131,7 +131,7 @@ class _Sharding:
         """Insert a call on whole values."""
         for argument in node.all_input_nodes:
             if argument in self.plan.shards:
-                edit.read_instead(node, argument, self._move(argument, Redistribution.GATHER, node))
+                edit.read_instead(node, argument, self._gathered(argument, node))
             elif node in self.plan.entered and argument in self.plan.trained:
                 edit.read_instead(node, argument, self._move(argument, Redistribution.ENTER, node))
         if draws(node):
@@ -139,27 +139,25 @@ class _Sharding:
 
     def _argument(self, node: fx.Node, argument: fx.Node, how: ShardingStep) -> fx.Node:
         """Return the node that replaces an argument."""
-        named, is_sharded = self.origin.get(argument, argument), argument in self.plan.shards
-        if named in how.lead:
-            whole = self._move(argument, Redistribution.GATHER, node) if is_sharded else argument
-            return self._move(whole, Redistribution.LEAD, node)
-        if named in how.share:
-            return self._move(argument, Redistribution.SHARE, node, how.share[named])
-        if named in how.pick:
-            return self._move(argument, Redistribution.PICK, node)
-        if named in how.gather:
-            return self._move(argument, Redistribution.GATHER_ENTER, node)
+        is_sharded = argument in self.plan.shards
+        if (move := how.moves.get(self.origin.get(argument, argument))) is not None:
+            change, shards = move
+            if change is Redistribution.LEAD and is_sharded:
+                argument = self._gathered(argument, node)
+            return self._move(argument, change, node, shards)
         enters = how.shards is not None and not is_sharded and argument in self.plan.trained
         if enters and argument not in self.plan.entered:
             return self._move(argument, Redistribution.ENTER, node)
         return argument
+
+    def _gathered(self, argument: fx.Node, at: fx.Node) -> fx.Node:
+        return self._move(argument, Redistribution.GATHER, at, self.plan.shards[argument])
 
     def _move(
         self, source: fx.Node, change: Redistribution, at: fx.Node, shards: Shards | None = None
     ) -> fx.Node:
         """Insert a move of `source` to another placement before `at`, or return an equal earlier one."""
         gathers = change in (Redistribution.GATHER, Redistribution.GATHER_ENTER)
-        shards = self.plan.shards[source] if gathers or change is Redistribution.PICK else shards
         key = source, change, shards
         if key not in self.moved:
             op = Move(change, self.ranks, shards)

@@ -20,7 +20,7 @@ from torch import fx
 from te_transform.canonicalize.moves import ALL, spread_index
 from te_transform.graph import ops
 from te_transform.graph.nodes import argument, called, is_tensor_node, shape_of, value
-from te_transform.parallel.collectives import Shards
+from te_transform.parallel.collectives import Redistribution, Shards
 
 Held = Mapping[fx.Node, Shards]  # the sharded values; all tensors of a tuple have the same shards
 _NO_SIZE = 1_000_003  # a prime that no tensor has as a size
@@ -40,6 +40,9 @@ class Refusal(Exception):
         self.reason, self.indivisible, self.whole = reason, indivisible, whole
 
 
+Moves = dict[fx.Node, tuple[Redistribution, Shards | None]]
+
+
 @dataclass
 class ShardingStep:
     """One operation on shards.
@@ -47,20 +50,14 @@ class ShardingStep:
     Args:
         shards: of the result. None if the result is whole, or a term of the sum over ranks (`is_term`).
         is_term: True if the ranks' results must be summed.
-        gather: sharded arguments that are gathered before.
-        share: whole arguments of which this rank's shard is read.
-        lead: whole arguments that are replaced by zeros on all ranks but the first.
-        pick: shares that several ranks hold, of which this rank reads its own part.
+        moves: arguments that are brought into another placement before, with the shards of that change.
         args: arguments that have another value on shards, by position.
         reads_shape: True if argument 1 is the shape of the result, which is another one on this rank.
     """
 
     shards: Shards | None
     is_term: bool = False
-    gather: tuple[fx.Node, ...] = ()
-    share: dict[fx.Node, Shards] = field(default_factory=dict)
-    lead: tuple[fx.Node, ...] = ()
-    pick: tuple[fx.Node, ...] = ()
+    moves: Moves = field(default_factory=dict)
     args: dict[int, Any] = field(default_factory=dict)
     reads_shape: bool = False
 
@@ -96,12 +93,16 @@ def _linear_step(node: fx.Node, shards_of: Held, ranks: int) -> ShardingStep:
         return ShardingStep(of_x)
     if of_weight.dim == -2:
         shards = of_weight.on(-1)
-        share = {bias: shards} if isinstance(bias, fx.Node) and bias not in shards_of else {}
-        return ShardingStep(shards, gather=(x,) * (x in shards_of), share=share)
-    lead = (bias,) if isinstance(bias, fx.Node) else ()
+        moves: Moves = {} if of_x is None else {x: (Redistribution.GATHER_ENTER, of_x)}
+        if isinstance(bias, fx.Node) and bias not in shards_of:
+            moves[bias] = Redistribution.SHARE, shards
+        return ShardingStep(shards, moves=moves)
     if of_x is not None and of_x != of_weight:
         raise Refusal("a linear reads other columns than its shard of the weight has")
-    return ShardingStep(None, is_term=True, share={} if x in shards_of else {x: of_weight}, lead=lead)
+    moves = {x: (Redistribution.SHARE, of_weight)} if of_x is None else {}
+    if isinstance(bias, fx.Node):
+        moves[bias] = Redistribution.LEAD, None
+    return ShardingStep(None, is_term=True, moves=moves)
 
 
 def _embedding(node: fx.Node, shards_of: Held, ranks: int) -> ShardingStep:
@@ -130,7 +131,8 @@ def _aligned(node: fx.Node, given: list[fx.Node], shards_of: Held) -> ShardingSt
     alone = [arg for arg in given if arg in shards_of and _size_or_one(arg, shards.dim) != shards.size]
     if alone:
         raise Refusal(f"{_the(node)} reads shards of different sizes, but needs equal ones")
-    return ShardingStep(shards, share=dict.fromkeys(full, shards) if shards.size > 1 else {})
+    moves: Moves = dict.fromkeys(full, (Redistribution.SHARE, shards)) if shards.size > 1 else {}
+    return ShardingStep(shards, moves=moves)
 
 
 def _size_or_one(node: fx.Node, dim: int) -> int:
@@ -173,11 +175,12 @@ def _sdpa_step(node: fx.Node, shards_of: Held, ranks: int) -> ShardingStep:
     if of_keys != of_values or any(shards_of.get(x, of_query) != of_query for x in masks):
         raise Refusal("query, keys and mask are in different shards, but attention needs equal ones")
     per_head = [x for x in masks if _size_or_one(x, of_query.dim) == of_query.size > 1]
-    share = {x: of_query for x in per_head if x not in shards_of}
+    moves: Moves = {x: (Redistribution.SHARE, of_query) for x in per_head if x not in shards_of}
     if (sinks := argument(node, "sinks")) is not None:
-        share[sinks] = replace(of_query, dim=-1)
-    pick = (key, value_) if _has_other_keys(of_query, of_keys, ranks) else ()
-    return ShardingStep(of_query, share=share, pick=pick)
+        moves[sinks] = Redistribution.SHARE, of_query.on(-1)
+    if _has_other_keys(of_query, of_keys, ranks):
+        moves |= dict.fromkeys((key, value_), (Redistribution.PICK, of_keys))
+    return ShardingStep(of_query, moves=moves)
 
 
 def _has_other_keys(of_query: Shards, of_keys: Shards, ranks: int) -> bool:
