@@ -8,6 +8,8 @@ from typing import Any, Protocol
 
 from torch import fx, nn
 
+from te_transform.execution.cuda_graph_pair import CudaGraphPair
+
 
 class RankGroup(Protocol):
     """The ranks of a divided model, for the recording of its calls."""
@@ -15,7 +17,7 @@ class RankGroup(Protocol):
     def agreed(self, why: str | None) -> str | None:
         """Return why an action is impossible on this rank or another, or None. Synchronize all ranks."""
 
-    def freed_before_end(self, recording: Any) -> None:
+    def freed_before_end(self, recording: CudaGraphPair) -> None:
         """Free a recording with collectives before their process group is destroyed."""
 
 

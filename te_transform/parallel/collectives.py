@@ -8,12 +8,12 @@ linear, is a sum of terms.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cache, reduce, wraps
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,20 +24,13 @@ from te_transform.backends.library import LIBRARY, registered_ops
 from te_transform.backends.op import GraphOp
 from te_transform.backends.plain import reduced
 from te_transform.backends.tracing import check_index, compiling
+from te_transform.execution.cuda_graph_pair import CudaGraphPair
 from te_transform.graph.bound import F
 
 # The operators of functional collectives. PyTorch 2.13 has renamed their Python wrappers.
 _OPS = torch.ops._c10d_functional
 
-
-class Recording(Protocol):
-    """An object that holds CUDA graphs."""
-
-    def free(self) -> None:
-        """Free the graphs. None of them is replayed any more."""
-
-
-_RECORDINGS: weakref.WeakKeyDictionary[Recording, str] = weakref.WeakKeyDictionary()  # by groups' names
+_RECORDINGS: weakref.WeakKeyDictionary[CudaGraphPair, str] = weakref.WeakKeyDictionary()  # by groups' names
 
 
 @cache
@@ -145,17 +138,13 @@ class Ranks:
         reduced = registered_ops.all_reduce if compiling.get() else _all_reduced
         return reduced(x.contiguous(), op, self.group)
 
-    def any(self, holds: bool) -> bool:
-        """Return True if a condition holds on any rank. Synchronizes all ranks."""
-        flag = torch.tensor([holds], dtype=torch.int32, device=self.mesh.device_type)
-        return bool(_all_reduced(flag, "max", self.group).item())
-
     def agreed(self, why: str | None) -> str | None:
         """Return why an action is impossible on this rank or another. Synchronizes all ranks."""
-        refused = self.any(why is not None)
-        return why or ("another rank cannot" if refused else None)
+        flag = torch.tensor([why is not None], dtype=torch.int32, device=self.mesh.device_type)
+        is_refused = _all_reduced(flag, "max", self.group).item()
+        return why or ("another rank cannot" if is_refused else None)
 
-    def freed_before_end(self, recording: Recording) -> None:
+    def freed_before_end(self, recording: CudaGraphPair) -> None:
         """Free a recording with collectives of the ranks before their process group ends.
 
         destroy_process_group() waits until no CUDA graph contains a collective of the group
@@ -187,13 +176,14 @@ class Ranks:
         for rank in range(0, self.count, shards.copies):
             copies = blocks[rank : rank + shards.copies]
             block = reduce(torch.add, copies) if summed else copies[0]
-            pieces.append(list(self._pieces(block, shards, rank)))
+            lengths = [stop - start for start, stop in shards.bounds(rank, self.count)]
+            pieces.append(block[: sum(lengths)].split(lengths))
         whole = torch.cat([piece for part in zip(*pieces, strict=True) for piece in part])
         return whole.movedim(0, dim).contiguous()
 
-    def _pieces(self, block: Tensor, shards: Shards, rank: int) -> Iterator[Tensor]:
-        lengths = [stop - start for start, stop in shards.bounds(rank, self.count)]
-        yield from block[: sum(lengths)].split(lengths)
+    def collected(self, x: Tensor, shards: Shards) -> Tensor:
+        """Gather the whole tensor from the shards. Copies of a share are summed."""
+        return self.gathered(x, shards, summed=True)
 
     def share(self, x: Tensor, shards: Shards) -> Tensor:
         """Return this rank's shard of a whole tensor."""
@@ -233,48 +223,44 @@ LIBRARY.impl("all_reduce", _all_reduced, "CompositeExplicitAutograd")
 torch.library.register_fake("te_transform::all_reduce", lambda x, *_: torch.empty_like(x), lib=LIBRARY)
 
 
-class Redistribution(Enum):
-    """A change of placement: the operation of the forward, and the operation on the gradient."""
+def _unmoved(ranks: Ranks, x: Tensor, _: Shards | None) -> Tensor:
+    return x.view_as(x)
 
-    ENTER = ("same", "sum")  # a whole value that each rank reads, with a term of its gradient per rank
-    SUM = ("sum", "same")  # terms to the whole
-    GATHER = ("gather", "lead_share")  # shards to the whole
-    LEAD_SHARE = ("lead_share", "gather")  # the whole to shards; all copies but the first are zeros
-    SHARE = ("share", "collect")  # the whole to shards
-    COLLECT = ("collect", "share")  # shards to the whole; copies are summed
-    PICK = ("pick", "put_back")  # copies of a share to a part of it per rank
-    PUT_BACK = ("put_back", "pick")
-    GATHER_ENTER = ("gather", "sum_share")
-    SUM_SHARE = ("sum_share", "gather")
-    LEAD = ("lead", "same")  # a whole value to terms: the value on the first rank, zeros on all others
+
+def _sum_terms(ranks: Ranks, x: Tensor, _: Shards | None) -> Tensor:
+    return ranks.summed(x)
+
+
+def _lead_value(ranks: Ranks, x: Tensor, _: Shards | None) -> Tensor:
+    return x.view_as(x) if ranks.own == 0 else torch.zeros_like(x)
+
+
+class Redistribution(Enum):
+    """A change of placement: the function of the forward, and the function of the gradient."""
+
+    ENTER = (_unmoved, _sum_terms)  # a whole value that each rank reads, with a term of its gradient per rank
+    SUM = (_sum_terms, _unmoved)  # terms to the whole
+    GATHER = (Ranks.gathered, Ranks.lead_share)  # shards to the whole
+    LEAD_SHARE = (Ranks.lead_share, Ranks.gathered)  # the whole to shards; copies but the first are zeros
+    SHARE = (Ranks.share, Ranks.collected)  # the whole to shards
+    COLLECT = (Ranks.collected, Ranks.share)  # shards to the whole; copies are summed
+    PICK = (Ranks.picked, Ranks.put_back)  # copies of a share to a part of it per rank
+    PUT_BACK = (Ranks.put_back, Ranks.picked)
+    GATHER_ENTER = (Ranks.gathered, Ranks.summed_share)
+    SUM_SHARE = (Ranks.summed_share, Ranks.gathered)
+    LEAD = (_lead_value, _unmoved)  # a whole value to terms: the value on the first rank, zeros on all others
 
     def backwards(self) -> Redistribution:
         """Return the redistribution of the gradient."""
         return Redistribution((self.value[1], self.value[0]))
 
 
-def _done(what: str, x: Tensor, ranks: Ranks, shards: Shards | None) -> Tensor:
-    if what == "same":
-        return x.view_as(x)
-    if what == "sum":
-        return ranks.summed(x)
-    if what == "lead":
-        return x.view_as(x) if ranks.own == 0 else torch.zeros_like(x)
-    assert shards is not None
-    if what == "collect":
-        return ranks.gathered(x, shards, summed=True)
-    does = {
-        "gather": ranks.gathered, "share": ranks.share, "lead_share": ranks.lead_share,
-        "sum_share": ranks.summed_share, "pick": ranks.picked, "put_back": ranks.put_back,
-    }[what]  # fmt: skip
-    return does(x, shards)
-
-
 class _Moved(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, change: Redistribution, ranks: Ranks, shards: Shards | None) -> Tensor:
         ctx.change, ctx.ranks, ctx.shards = change, ranks, shards
-        return _done(change.value[0], x, ranks, shards)
+        do, _ = change.value
+        return do(ranks, x, shards)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
