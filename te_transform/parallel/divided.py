@@ -8,7 +8,7 @@ without memory replace the parameters. The captured graph is then rewritten to r
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,7 +25,8 @@ from te_transform.canonicalize.op import Forms
 from te_transform.graph.nodes import MADE_ANEW, is_parameter
 from te_transform.parallel.collectives import Move, Ranks, Shards
 from te_transform.parallel.layout import Place
-from te_transform.parallel.sharded import Unshardable, on_shards
+from te_transform.parallel.sharded import on_shards
+from te_transform.parallel.sharding import Refusal
 from te_transform.plan.rule import Outcome
 from te_transform.report.places import gather
 
@@ -95,6 +96,9 @@ class Divided:
     def _standing(self, tensor: Tensor) -> Tensor:
         share_state(self.stand_in, local(self.parameter))  # to_local() makes another tensor in each call
         return standing_for(tensor, self.parameter)
+
+
+_ReadArgument = Callable[[str, Divided], Tensor]  # of an argument, by its name
 
 
 @dataclass(eq=False)
@@ -225,55 +229,45 @@ class Parallel:
     def graph(
         self, captured: fx.GraphModule, fuse: Callable[[fx.GraphModule], Callable[..., Any]]
     ) -> Callable[..., Any]:
-        """Return the callable that replaces a captured graph."""
-        return _Divided(self, captured, fuse)
+        """Return the callable that replaces a captured graph.
+
+        Layers that share the graph may be divided differently.
+        """
+        names = [node.name for node in captured.graph.nodes if node.op == "placeholder"]
+        functions: dict[tuple, tuple[Callable[..., Any], _ReadArgument]] = {}
+
+        def run(*arguments: Any) -> Any:
+            divided = [self.standing.get(id(argument)) for argument in arguments]
+            key = tuple(own and own.shards for own in divided)
+            if key not in functions:
+                functions[key] = self._on_shards(captured, fuse, dict(zip(names, key, strict=True)))
+            function, read = functions[key]
+            each = zip(names, arguments, divided, strict=True)
+            return function(*(given if own is None else read(name, own) for name, given, own in each))
+
+        return run
+
+    def _on_shards(
+        self, captured: fx.GraphModule, fuse: Callable[..., Any], shards: dict[str, Shards | None]
+    ) -> tuple[Callable[..., Any], _ReadArgument]:
+        """Return the function for these shards of a graph's arguments, and how it reads the arguments."""
+        known = {name: each for name, each in shards.items() if each is not None}
+        try:
+            sharded = on_shards(captured, known, self.ranks, self.sequence, self.forms)
+        except Refusal:  # run on parameters that are gathered in each call
+            for node in filter(is_parameter, captured.graph.nodes):
+                node.meta[MADE_ANEW] = True
+            return fuse(captured), lambda name, divided: divided.whole()
+        if sharded.common_random:
+            check_random(self.ranks)
+        moves = sharded.moves
+        return fuse(sharded.module), lambda name, divided: divided.share(self.ranks, moves.get(name))
 
 
 def _holder(model: nn.Module, name: str) -> tuple[nn.Module, str]:
     """Return the module that holds a parameter, and the name of the parameter there."""
     path, _, own = name.rpartition(".")
     return model.get_submodule(path), own
-
-
-class _Divided:
-    """A captured graph on shards; layers that share it may be divided differently."""
-
-    def __init__(self, parallel: Parallel, captured: fx.GraphModule, fuse: Callable[..., Any]):
-        self.parallel, self.captured, self.fuse = parallel, captured, fuse
-        self.names = [node.name for node in captured.graph.nodes if node.op == "placeholder"]
-        self.functions: dict[tuple, tuple[Callable[..., Any], dict[str, Move]]] = {}
-
-    def __call__(self, *arguments: Any) -> Any:
-        given = [self.parallel.standing.get(id(argument)) for argument in arguments]
-        key = tuple(divided and divided.shards for divided in given)
-        if key not in self.functions:
-            self.functions[key] = self._make(dict(zip(self.names, key, strict=True)))
-        run, moves = self.functions[key]
-        return run(*self._shares(arguments, given, moves))
-
-    def _shares(
-        self, arguments: Sequence[Any], given: Sequence[Divided | None], moves: Mapping[str, Move] | None
-    ) -> Iterator[Any]:
-        for name, argument, divided in zip(self.names, arguments, given, strict=True):
-            if divided is None:
-                yield argument
-            elif moves is None:
-                yield divided.whole()
-            else:
-                yield divided.share(self.parallel.ranks, moves.get(name))
-
-    def _make(self, shards: dict[str, Shards | None]) -> tuple[Callable[..., Any], dict[str, Move] | None]:
-        ranks, sequence, forms = self.parallel.ranks, self.parallel.sequence, self.parallel.forms
-        known = {name: each for name, each in shards.items() if each is not None}
-        try:
-            sharded = on_shards(self.captured, known, ranks, sequence, forms)
-        except Unshardable:  # run on parameters that are gathered in each call
-            for node in filter(is_parameter, self.captured.graph.nodes):
-                node.meta[MADE_ANEW] = True
-            return self.fuse(self.captured), None
-        if sharded.common_random:
-            check_random(ranks)
-        return self.fuse(sharded.module), sharded.moves
 
 
 def check_random(ranks: Ranks) -> None:

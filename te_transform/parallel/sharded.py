@@ -26,8 +26,8 @@ from te_transform.parallel.collectives import (
     ShardedEmbedding,
     Shards,
 )
-from te_transform.parallel.sharding import ShardingStep
-from te_transform.parallel.sharding_plan import ShardingPlan, Unshardable
+from te_transform.parallel.sharding import Refusal, ShardingStep
+from te_transform.parallel.sharding_plan import ShardingPlan
 
 
 @dataclass
@@ -63,7 +63,7 @@ def on_shards(
         forms: the canonical forms that the rules in use need besides the usual ones.
 
     Raises:
-        Unshardable: the graph writes in place to a sharded value.
+        Refusal: the graph writes in place to a sharded value, or reads pieces of one together.
     """
     return _Sharding(captured, canonicalize(captured.graph, forms), shards, ranks, sequence).rank_graph()
 
@@ -162,7 +162,7 @@ class _Sharding:
         if key not in self.moved:
             op = Move(change, self.ranks, shards)
             if isinstance(value(source), (tuple, list)):
-                raise Unshardable("pieces of what is sharded are read together")
+                raise Refusal("pieces of what is sharded are read together")
             node = edit.insert_call(self.graph, at, self._name(change, shards, op), (source,), like=source)
             self.plan.shapes[node] = self.plan.shapes[source]
             if not gathers and shards is not None:

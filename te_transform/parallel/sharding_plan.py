@@ -12,10 +12,6 @@ from te_transform.parallel.collectives import Ranks, Shards
 from te_transform.parallel.sharding import Refusal, ShardingStep, step
 
 
-class Unshardable(Exception):
-    """A graph that cannot be computed on shards, not even with gathered values."""
-
-
 class ShardingPlan:
     """The decision for each node of a canonical graph, made on whole values: on shards, or on whole values.
 
@@ -27,7 +23,7 @@ class ShardingPlan:
         steps: how each node is computed on shards, in the order of the graph; None: on whole values.
 
     Raises:
-        Unshardable: the graph writes in place to a value that would be sharded.
+        Refusal: the graph writes in place to a value that would be sharded.
     """
 
     def __init__(self, graph: fx.Graph, shards: Mapping[str, Shards], ranks: Ranks, sequence: bool):
@@ -51,7 +47,7 @@ class ShardingPlan:
         except Refusal:
             how = None
         if writes(node) and any(argument in self.shards for argument in node.all_input_nodes):
-            raise Unshardable("the model writes in place to what would be sharded")
+            raise Refusal("the model writes in place to what would be sharded")
         if how is None:
             whole = not any(argument in self.shards for argument in node.all_input_nodes)
             if node.target in ops.NORMS and whole and self._is_entered(node):
