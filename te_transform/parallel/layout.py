@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -41,9 +42,12 @@ class Place:
 
 @dataclass
 class ShardLayout:
-    """The placeholders of a graph that are sharded, and the report's lines."""
+    """The sharded parameters, and the report's lines.
 
-    shards: dict[fx.Node, Shards] = field(default_factory=dict)
+    The parameters are placeholders of a graph, or their names in the model.
+    """
+
+    shards: dict[Any, Shards] = field(default_factory=dict)
     places: list[Place] = field(default_factory=list)
 
 
@@ -156,7 +160,7 @@ class _LayingOut:
         else:
             how = step(node, region.between, self.ranks)
             shared = [arg for arg, (change, _) in how.moves.items() if change is Redistribution.SHARE]
-            if needed := tuple(arg for arg in shared if any(True for _ in self._makers(arg))):
+            if needed := tuple(arg for arg in shared if any(self._makers(arg))):
                 raise Refusal(
                     f"a {node.target.__name__} reads a whole value too, but needs shards", whole=needed
                 )

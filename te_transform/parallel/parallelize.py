@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
@@ -28,7 +27,7 @@ from te_transform.graph.keywords import suggests
 from te_transform.graph.names import name_as_in
 from te_transform.graph.nodes import dtype_name
 from te_transform.graph.preserve import preserved
-from te_transform.parallel.collectives import Ranks, Shards
+from te_transform.parallel.collectives import Ranks
 from te_transform.parallel.divided import Parallel, ParallelError
 from te_transform.parallel.layout import Place, ShardLayout, lay_out
 from te_transform.parallel.stale_optimizers import note_replaced
@@ -187,18 +186,10 @@ def _check_parameters(model: nn.Module, mesh: DeviceMesh) -> None:
             )
 
 
-@dataclass
-class _Found:
-    """The shards of parameters, by their names in the model, and the report's lines."""
-
-    shards: dict[str, Shards] = field(default_factory=dict)
-    places: dict[Place, None] = field(default_factory=dict)
-
-
-def _find_layout(model: nn.Module, sample: Inputs, lay: Callable[[fx.Graph], ShardLayout]) -> _Found:
+def _find_layout(model: nn.Module, sample: Inputs, lay: Callable[[fx.Graph], ShardLayout]) -> ShardLayout:
     """Find the parameters that the ranks divide, on tensors without memory if possible."""
     for tensors in ways_to_call(model):
-        layout = _Found()
+        layout = ShardLayout()
         try:
             with preserved(model), tensors(model, sample.clone()) as (args, kwargs):
                 names = {id(p): name for name, p in model.named_parameters(remove_duplicate=False)}
@@ -211,7 +202,7 @@ def _find_layout(model: nn.Module, sample: Inputs, lay: Callable[[fx.Graph], Sha
 
 
 def _laying_out(
-    whole: _Found, model: nn.Module, names: dict[int, str], lay: Callable[[fx.Graph], ShardLayout]
+    whole: ShardLayout, model: nn.Module, names: dict[int, str], lay: Callable[[fx.Graph], ShardLayout]
 ) -> Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]:
     def backend(captured: fx.GraphModule, arguments: list[Any]) -> Callable[..., Any]:
         name_as_in(model, captured, arguments)
@@ -223,7 +214,7 @@ def _laying_out(
             for name, argument in zip(placeholders, arguments, strict=True):
                 if name in shards and id(argument) in names:
                     whole.shards.setdefault(names[id(argument)], shards[name])
-            whole.places.update(dict.fromkeys(layout.places))
+            whole.places = [*dict.fromkeys(whole.places + layout.places)]
             return captured.forward(*arguments)
 
         return run
@@ -231,24 +222,25 @@ def _laying_out(
     return backend
 
 
-def _check_found(model: nn.Module, layout: _Found, ranks: Ranks) -> None:
+def _check_found(model: nn.Module, layout: ShardLayout, ranks: Ranks) -> None:
     if ranks.count == 1:
         return
     indivisible = [place for place in layout.places if place.indivisible]
     if indivisible:
-        said = "; ".join(f"{place.path or 'the model'}: {', '.join(place.reasons)}" for place in indivisible)
         raise ParallelError(
-            f"a mesh of {ranks.count} ranks does not divide {type(model).__name__} ({said}): pass a mesh of "
-            "a size that does, or leave these whole by skip="
+            f"a mesh of {ranks.count} ranks does not divide {type(model).__name__} ({_said(indivisible)}): "
+            "pass a mesh of a size that does, or leave these whole by skip="
         )
     if not layout.shards:
-        said = "; ".join(
-            f"{place.path or 'the model'}: {', '.join(place.reasons)}" for place in layout.places
-        )
+        said = _said(layout.places)
         raise ParallelError(
             f"nothing of {type(model).__name__} can be divided among ranks ({said or 'it has no linears'}), "
             "but division needs linears whose columns or heads are independent: use DDP or fully_shard()"
         )
+
+
+def _said(places: Sequence[Place]) -> str:
+    return "; ".join(f"{place.path or 'the model'}: {', '.join(place.reasons)}" for place in places)
 
 
 @contextmanager
