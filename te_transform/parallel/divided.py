@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -133,32 +133,25 @@ class Parallel:
             "torch.distributed.checkpoint or of full_tensor()s"
         )
 
-    @contextmanager
-    def distributed(self, model: nn.Module, shards: Mapping[str, Shards]) -> Iterator[None]:
+    def distributed(self, model: nn.Module, shards: Mapping[str, Shards], undo: ExitStack) -> None:
         """Replace each parameter of the model by a DTensor with the first rank's values.
 
-        Tied parameters stay tied. If the body raises, the original parameters are restored.
+        Tied parameters stay tied. `undo` restores the original parameters.
         """
         replacements: dict[int, tuple[nn.Parameter, Divided]] = {}
         before = [*model.named_parameters(remove_duplicate=False)]
         known = {id(parameter): shards[name] for name, parameter in before if name in shards}
-        try:
-            for name, parameter in before:
-                if id(parameter) not in replacements:
-                    split = known.get(id(parameter))  # under any name of a tied parameter
-                    stored = Replicate() if split is None else Shard(parameter.dim() + split.dim)
-                    tensor = distribute_tensor(parameter.detach(), self.ranks.mesh, [stored])
-                    dtensor, divided = nn.Parameter(tensor, parameter.requires_grad), Divided(split)
-                    divided.stand_in_for(dtensor)  # both share their FP8 state
-                    replacements[id(parameter)] = dtensor, divided
-                module, own = _holder(model, name)
-                module._parameters[own], self.divided[module, own] = replacements[id(parameter)]
-            yield
-        except BaseException:
-            for name, parameter in before:
-                module, own = _holder(model, name)
-                module._parameters[own] = parameter
-            raise
+        for name, parameter in before:
+            if id(parameter) not in replacements:
+                split = known.get(id(parameter))  # under any name of a tied parameter
+                stored = Replicate() if split is None else Shard(parameter.dim() + split.dim)
+                tensor = distribute_tensor(parameter.detach(), self.ranks.mesh, [stored])
+                dtensor, divided = nn.Parameter(tensor, parameter.requires_grad), Divided(split)
+                divided.stand_in_for(dtensor)  # both share their FP8 state
+                replacements[id(parameter)] = dtensor, divided
+            module, own = _holder(model, name)
+            undo.callback(module._parameters.__setitem__, own, parameter)
+            module._parameters[own], self.divided[module, own] = replacements[id(parameter)]
 
     def sentences(self) -> Iterator[str]:
         """Yield sentences for the report: what is divided among the ranks, and why the rest is not."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, TypeVar
 
@@ -84,17 +84,17 @@ def parallelize(
     _check_found(converted, layout, ranks)
     parallel = Parallel(ranks, sequence_parallel, tuple(layout.places), forms)
     replaced = dict(converted.named_parameters())
-    with _keeping_scales(converted, state.precision, ranks) as load_scales:
+    with ExitStack() as undo:
+        load_scales = _scales_of_first_rank(converted, state.precision, ranks, undo)
         before = _floating_outputs(converted, sample, ranks)
-        with parallel.distributed(converted, layout.shards):
-            state.divide(parallel)
-            try:
-                load_scales()
-                after = _floating_outputs(converted, sample, ranks)
-                _check_outputs(converted, before, after, ranks, state.precision is not None)
-            except BaseException:
-                state.divide(None)
-                raise
+        parallel.distributed(converted, layout.shards, undo)
+        undo.callback(state.divide, None)
+        state.divide(parallel)
+        load_scales()
+        after = _floating_outputs(converted, sample, ranks)
+        _check_outputs(converted, before, after, ranks, state.precision is not None)
+        undo.pop_all()
+    load_scales()
     note_replaced(replaced)
     del replaced  # the whole parameters are freed
     state.make_adjacent(converted)
@@ -243,29 +243,21 @@ def _said(places: Sequence[Place]) -> str:
     return "; ".join(f"{place.path or 'the model'}: {', '.join(place.reasons)}" for place in places)
 
 
-@contextmanager
-def _keeping_scales(
-    model: nn.Module, precision: Precision | None, ranks: Ranks
-) -> Iterator[Callable[[], None]]:
-    """Start the divided model with the scales of the first rank's whole model.
+def _scales_of_first_rank(
+    model: nn.Module, precision: Precision | None, ranks: Ranks, undo: ExitStack
+) -> Callable[[], None]:
+    """Return a function that loads the scales of the first rank's whole model.
 
-    Scales of a tensor hold for its shards too. If the body raises, each rank keeps its own scales.
-
-    Yields:
-        A function that loads the scales. Shards without scales quantize by 1 until then.
+    Scales of a tensor hold for its shards too. Shards without scales quantize by 1 until they are loaded.
+    `undo` gives each rank its own scales again.
     """
     if precision is None or not precision.is_delayed:
-        yield lambda: None
-        return
+        return lambda: None
     own = precision.scales(model)
     common = [own]
     dist.broadcast_object_list(common, group_src=0, group=ranks.mesh.get_group())
-    try:
-        yield partial(precision.load_scales, common[0])
-    except BaseException:
-        precision.load_scales(own)
-        raise
-    precision.load_scales(common[0])
+    undo.callback(precision.load_scales, own)
+    return partial(precision.load_scales, common[0])
 
 
 def _floating_outputs(model: nn.Module, sample: Inputs, ranks: Ranks) -> list[Tensor]:
