@@ -271,16 +271,13 @@ def _rounded_to_fp8(values: Tensor) -> tuple[Tensor, Tensor]:
     return (wide * scale).clamp(-_FORMAT_MAX, _FORMAT_MAX).to(FORMAT).view(torch.uint8), 1 / scale
 
 
+@torch.inference_mode(False)
+@torch.no_grad()
 def quantize_together(weights: Sequence[Tensor]) -> list[nn.Parameter]:
     """Return parameters with the weights in FP8; several weights become rows of one tensor.
 
     They are never inference tensors, because later loads write to them.
     """
-    with torch.inference_mode(False), torch.no_grad():
-        return _rounded_together(weights)
-
-
-def _rounded_together(weights: Sequence[Tensor]) -> list[nn.Parameter]:
     whole = FP8Weight(*_rounded_to_fp8(torch.cat([weight.detach() for weight in weights])), weights[0].dtype)
     if len(weights) == 1:
         return [nn.Parameter(whole, requires_grad=False)]
