@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from torch import nn
@@ -17,11 +17,8 @@ class Extension(Protocol):
     def is_on(self) -> bool:
         """Return True if calls of this step may compute something different from the user's own code."""
 
-    def around(self, call: ModuleCall) -> AbstractContextManager[None]:
-        """Enter a call of the model, of a part of it, or of a block."""
-
-    def learn(self, call: ModuleCall, out: Any) -> None:
-        """Note the output of the call."""
+    def run(self, call: ModuleCall, run: Callable[[ModuleCall], Any]) -> Any:
+        """Run a call of the model, of a part of it, or of a block, and return its output."""
 
     def executor(self, graph: Any) -> Executor:
         """Return the executor that a captured graph asks before its own."""

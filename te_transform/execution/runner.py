@@ -118,14 +118,9 @@ class Runner:
         extension = self.extension
         token = _calling.set(call)
         try:
-            if extension is None:
-                return run(call)
-            with extension.around(call):
-                out = run(call)
+            return run(call) if extension is None else extension.run(call, run)
         finally:
             _calling.reset(token)
-        extension.learn(call, out)
-        return out
 
     def _run_root(self, call: ModuleCall) -> Any:
         """Run a call of the model itself, and note the graphs that it captures."""

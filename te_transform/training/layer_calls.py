@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from contextvars import ContextVar
 from functools import partial
 from typing import Any
@@ -71,22 +71,22 @@ class LayerCalls:
             return self.forwards.repeated()
         return Decision(self.policy(), waits_for_all_gradients())
 
-    @contextmanager
-    def around(self, call: ModuleCall) -> Iterator[None]:
-        """Note the path of the called module if the call trains, and the decision of the forward."""
+    def run(self, call: ModuleCall, run: Callable[[ModuleCall], Any]) -> Any:
+        """Run a call. Note the path of the called module if the call trains, and the forward's decision.
+
+        Learn the form of a dropped block's output.
+        """
         path = self._trained_path(call.role, call.module)
         is_forward = path is not None and not in_backward()
         token = _trained_layers.set(path)
         try:
             with self.forwards.noted_as(self.decision()) if is_forward else nullcontext():
-                yield
+                out = run(call)
         finally:
             _trained_layers.reset(token)
-
-    def learn(self, call: ModuleCall, out: Any) -> None:
-        """Learn the form of a dropped block's output."""
         if call.is_block and self._drops(call.role, call.module):
             self.block_calls.learn(call.module, tuple(call.args), dict(call.kwargs), out)
+        return out
 
     def executor(self, graph: CapturedGraph) -> LayeredGraph:
         """Return the executor that runs a captured graph in layers."""
