@@ -92,31 +92,6 @@ def _never_trained(paths: Sequence[str]) -> str:
     return f"{paths[0]} is" if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1} more layers are"
 
 
-class LayerFactors:
-    """The factors of layers as tensors. Equal factors in successive calls are the same objects.
-
-    Args:
-        layers: in the order of the factors.
-    """
-
-    def __init__(self, layers: Sequence[Layer]):
-        self.dtypes = [torch.promote_types(dtype_of(layer.start), torch.float32) for layer in layers]
-        self.last: dict[tuple[float, torch.dtype, torch.device], Tensor] = {}  # of the last call
-
-    def tensors(self, factors: Sequence[float | None], device: torch.device) -> list[Tensor]:
-        """Return the factors as 0-dim tensors, with 1 for layers that are left out."""
-        keys = [
-            (1.0 if factor is None else factor, dtype, device)
-            for factor, dtype in zip(factors, self.dtypes, strict=True)
-        ]
-        self.last = {key: self.last[key] if key in self.last else _scalar(*key) for key in keys}
-        return [self.last[key] for key in keys]
-
-
-def _scalar(number: float, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.full((), number, dtype=dtype, device=device)
-
-
 class Layered:
     """A graph whose last arguments are the factors of its layers.
 
@@ -135,7 +110,8 @@ class Layered:
         path_in: Callable[[Sequence[Any]], str],
     ):
         self.plan, self.layers, self.run, self.path_in = plan_, layers, run, path_in
-        self.factors = LayerFactors(layers)
+        self.dtypes = [torch.promote_types(dtype_of(layer.start), torch.float32) for layer in layers]
+        self.scalars: dict[tuple[float, torch.dtype, torch.device], Tensor] = {}  # factors of the last call
         graph = plan_.captured.graph
         placeholders = [node for node in graph.nodes if node.op == "placeholder"]
         self.argument_indices = {node.name: index for index, node in enumerate(placeholders)}
@@ -149,7 +125,7 @@ class Layered:
         factors = [decision.draws.factor(path_below(above, layer.path)) for layer in self.layers]
         left_out = frozenset(number for number, factor in enumerate(factors) if factor is None)
         device = next(argument.device for argument in arguments if isinstance(argument, Tensor))
-        tensors = self.factors.tensors(factors, device)
+        tensors = self._as_tensors(factors, device)
         token = dropped.set(left_out)
         try:
             outputs = self.run(*arguments, *tensors)
@@ -158,6 +134,16 @@ class Layered:
         if self.in_recipe:
             keep_scales(arguments[index] for number in left_out for index in self.weights[number])
         return self._with_zeros(outputs, arguments, left_out) if decision.needs_zeros else outputs
+
+    def _as_tensors(self, factors: Sequence[float | None], device: torch.device) -> list[Tensor]:
+        """Return the factors as 0-dim tensors, with 1 for layers that are left out.
+
+        Equal factors in successive calls are the same tensors.
+        """
+        numbers = [1.0 if factor is None else factor for factor in factors]
+        keys = [(number, dtype, device) for number, dtype in zip(numbers, self.dtypes, strict=True)]
+        self.scalars = {key: self.scalars[key] if key in self.scalars else _scalar(*key) for key in keys}
+        return [self.scalars[key] for key in keys]
 
     def _path(self, called: str, arguments: Sequence[Any]) -> str:
         """Return the path of the module of this graph.
@@ -183,6 +169,10 @@ class Layered:
         with_zeros = _Zeros.apply(len(trained), *(outputs[index] for index in trained), *weights)
         replaced = dict(zip(trained, with_zeros, strict=True))
         return type(outputs)(replaced.get(index, output) for index, output in enumerate(outputs))
+
+
+def _scalar(number: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.full((), number, dtype=dtype, device=device)
 
 
 class _Zeros(torch.autograd.Function):

@@ -171,8 +171,11 @@ def _before(node: fx.Node, sums: dict[fx.Node, tuple[fx.Node, fx.Node]]) -> fx.N
     return node.args[0] if node.target is torch.reshape else sums[node][0] if node in sums else None
 
 
-def _without_reshapes(node: fx.Node) -> fx.Node:
-    return _without_reshapes(node.args[0]) if node.target is torch.reshape else node
+def _behind(node: fx.Node, *targets: Any) -> fx.Node:
+    """Return the value behind calls of these functions, such as reshapes."""
+    while node.target in targets:
+        node = node.args[0]
+    return node
 
 
 def _reads_by_norms(branch: fx.Node, stream: Sequence[fx.Node]) -> bool:
@@ -186,18 +189,11 @@ def _reads_by_norms(branch: fx.Node, stream: Sequence[fx.Node]) -> bool:
             continue
         seen.add(node)
         inputs = node.all_input_nodes
-        if node.target in ops.NORMS and _normed(node) in of_stream:
+        # casts and reshapes may precede a norm: experts flatten [batch, sequence]
+        if node.target in ops.NORMS and _behind(node.args[0], ops.cast, torch.reshape) in of_stream:
             is_read, inputs = True, inputs[1:]
         waiting += inputs
     return is_read
-
-
-def _normed(norm: fx.Node) -> Any:
-    """Return the value that a norm reads, before casts and reshapes: experts flatten [batch, sequence]."""
-    node = norm.args[0]
-    while isinstance(node, fx.Node) and node.target in (ops.cast, torch.reshape):
-        node = node.args[0]
-    return node
 
 
 def _is_size(node: fx.Node) -> bool:
@@ -218,7 +214,8 @@ def _sums_by_layer(plan: Plan, sums: dict[fx.Node, Any]) -> Iterator[tuple[str, 
         for node, stack in stacks.items()
     }
     for node in sums:
-        goes_on = group and _without_reshapes(sums[node][0]) is group[-1] and paths[node] == paths[group[0]]
+        stream = _behind(sums[node][0], torch.reshape)
+        goes_on = group and stream is group[-1] and paths[node] == paths[group[0]]
         if group and not goes_on:
             yield paths[group[0]], group
             group = []
