@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor, fx
@@ -10,7 +10,7 @@ from torch import Tensor, fx
 from te_transform.backends.op import FusedOp, StepMemory
 from te_transform.backends.plain.products import GATES, gate_times
 from te_transform.backends.tracing import transformed
-from te_transform.experts.groups import of_groups
+from te_transform.experts.groups import Indexed, of_groups
 from te_transform.graph import ops
 from te_transform.graph.nodes import bytes_of, dtype_of, numel_of, shape_of
 
@@ -111,24 +111,15 @@ def routed(experts: Tensor, groups: int) -> tuple[Tensor, Tensor, Tensor, Tensor
 
 
 def taken(x: Tensor, order: Tensor, places: Tensor, choices: int = 1) -> Tensor:
-    """Return x[order // choices]. The gradient is gathered by `places`, the inverse of the order.
+    """Return x[order // choices]. The gradient is gathered by `places`, the inverse of the order."""
+    tokens = order // choices
+    return (
+        x[tokens] if transformed() else Indexed.apply(x, tokens, partial(_taken_back, choices), order, places)
+    )
 
-    PyTorch would add up the rows of the gradient one by one.
-    """
-    return x[order // choices] if transformed() else _Taken.apply(x, order, places, choices)
 
-
-class _Taken(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, order: Tensor, places: Tensor, choices: int) -> Tensor:
-        ctx.save_for_backward(order, places)
-        ctx.choices = choices
-        return x[order // choices]
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        order, places = ctx.saved_tensors
-        rows = taken(grad, places, order)
-        if ctx.choices > 1:  # reshape also works for several gradients at once, under vmap
-            rows = rows.reshape(-1, ctx.choices, rows.shape[-1]).sum(1)
-        return rows, None, None, None
+def _taken_back(choices: int, grad: Tensor, order: Tensor, places: Tensor) -> Tensor:
+    """Return the gradient of taken()."""
+    rows = taken(grad, places, order)
+    # reshape also works for several gradients at once, under vmap
+    return rows if choices == 1 else rows.reshape(-1, choices, rows.shape[-1]).sum(1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,9 +18,9 @@ def of_groups(values: Tensor, groups: Tensor, ends: Tensor) -> Tensor:
     """Return values[groups], the value [width] of each row's group: values [number, width], groups [rows].
 
     The rows are sorted by group; `ends` [number] has the first row after each group. The gradient is
-    summed_by_group(); PyTorch would add up the rows one by one.
+    summed_by_group().
     """
-    return values[groups] if transformed() else _OfGroups.apply(values, groups, ends)
+    return values[groups] if transformed() else Indexed.apply(values, groups, summed_by_group, groups, ends)
 
 
 def summed_by_group(rows: Tensor, groups: Tensor, ends: Tensor) -> Tensor:
@@ -45,15 +46,24 @@ def _of_shape(rows: Tensor, groups: Tensor, ends: Tensor) -> Tensor:
     return rows.new_empty(len(ends), rows.shape[-1])
 
 
-class _OfGroups(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, groups: Tensor, ends: Tensor) -> Tensor:
-        ctx.save_for_backward(groups, ends)
-        return values[groups]
+class Indexed(torch.autograd.Function):
+    """The function x[index], whose gradient is gradient(grad, *saved).
+
+    PyTorch would add up the rows of the gradient one by one.
+    """
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return summed_by_group(grad, *ctx.saved_tensors), None, None
+    def forward(
+        ctx: Any, x: Tensor, index: Tensor, gradient: Callable[..., Tensor], *saved: Tensor
+    ) -> Tensor:
+        ctx.save_for_backward(*saved)
+        ctx.gradient = gradient
+        return x[index]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        saved = ctx.saved_tensors
+        return ctx.gradient(grad, *saved), None, None, *(None for _ in saved)
 
 
 class _Summed(torch.autograd.Function):

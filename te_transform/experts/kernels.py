@@ -7,7 +7,6 @@ the sum is less exact: the error of a sum over three choices is 4.4e-3 in TE 2.2
 from __future__ import annotations
 
 import math
-from functools import cache
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -19,7 +18,7 @@ from te_transform.backends.double_backward import differentiable_twice
 from te_transform.backends.limits import without_kernel
 from te_transform.backends.tracing import traced
 from te_transform.experts.fused import PAIRS, Experts, routed
-from te_transform.experts.groups import of_groups, summed_by_group
+from te_transform.experts.groups import Indexed, of_groups, summed_by_group
 from te_transform.graph import ops
 from te_transform.graph.nodes import dtype_name
 
@@ -56,7 +55,9 @@ class KernelExperts(Experts):
         fc1_bias, fc2_bias = biases or (None, None)
         order, places, groups, ends = routed(experts, len(fc1_weight))
         places = places.view_as(experts)
-        rows = ops.grouped_mm(Sent.apply(x, order, places), fc1_weight, ends)
+        # a row per choice, sorted by expert
+        sent = Indexed.apply(x, order // places.shape[-1], _summed_choices, places)
+        rows = ops.grouped_mm(sent, fc1_weight, ends)
         hidden = self._activated_by_kernel(rows, fc1_bias, groups, ends)
         out = ops.grouped_mm(hidden, fc2_weight, ends)
         return Combined.apply(out, places, weights, fc2_bias, experts, groups, ends)
@@ -129,20 +130,9 @@ class Combined(torch.autograd.Function):
         return rows, None, of_weights, of_bias, None, None, None
 
 
-class Sent(torch.autograd.Function):
-    """The function x[order // choices]: a row per choice, sorted by expert. Its gradient is a sum of rows.
-
-    `places` [tokens, choices] has the rows of each token.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, order: Tensor, places: Tensor) -> Tensor:
-        ctx.save_for_backward(places)
-        return x[order // places.shape[-1]]
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _kernels().combine_rows(grad, *ctx.saved_tensors, None, None, None), None, None
+def _summed_choices(rows: Tensor, places: Tensor) -> Tensor:
+    """Return the sum of each token's rows; `places` [tokens, choices] has the rows of each token."""
+    return _kernels().combine_rows(rows, places, None, None, None)
 
 
 def _kernels() -> ModuleType:
@@ -166,7 +156,6 @@ class _Activated(torch.autograd.Function):
         return backward(grad.contiguous(), *ctx.saved_tensors, None), None
 
 
-@cache
 def _te_functions(activation: str) -> tuple[Any, ...]:
     """Return TE's functions for an activation; they are imported here, because a plan needs no TE."""
     from te_transform.backends.te.casts import functions_of
