@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -136,7 +137,7 @@ class SequenceCurriculum:
         Raises:
             CurriculumError: the collate_fn is called in a worker, which does not know the batches' position.
         """
-        return _Collate(self, function)
+        return partial(_collated, self, function)  # spawned workers pickle it
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position in training, and the loader's state if it has one."""
@@ -212,17 +213,11 @@ class SequenceCurriculum:
                 )
 
 
-class _Collate:
-    """The collate_fn of a curriculum. It is a class because spawned workers pickle it."""
-
-    def __init__(self, curriculum: SequenceCurriculum, function: Callable[[Any], Any]) -> None:
-        self.curriculum, self.function = curriculum, function
-
-    def __call__(self, samples: Any) -> Any:
-        if get_worker_info() is not None:
-            raise CurriculumError(
-                "expected collate() to run in the process that trains, got a worker, which fetches batches "
-                "before their step is known; pass num_workers=0, or wrap the loader: "
-                "SequenceCurriculum(DataLoader(...), ...)"
-            )
-        return self.curriculum.cut(self.function(samples))
+def _collated(curriculum: SequenceCurriculum, function: Callable[[Any], Any], samples: Any) -> Any:
+    if get_worker_info() is not None:
+        raise CurriculumError(
+            "expected collate() to run in the process that trains, got a worker, which fetches batches "
+            "before their step is known; pass num_workers=0, or wrap the loader: "
+            "SequenceCurriculum(DataLoader(...), ...)"
+        )
+    return curriculum.cut(function(samples))

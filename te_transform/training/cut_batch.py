@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -34,9 +34,9 @@ class Cutter:
     """
 
     max_length: int
-    reshape: bool = False
-    inputs: str | int | None = None
-    dims: Dims = field(default_factory=dict)
+    reshape: bool
+    inputs: str | int | None
+    dims: Dims
 
     def __post_init__(self) -> None:
         if self.inputs is not None and not isinstance(self.inputs, (str, int)):

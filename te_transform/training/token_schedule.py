@@ -90,7 +90,7 @@ class TokenSchedule(LRScheduler):
         self.tokens = source.tokens if source is not None else 0
         self.start = self.tokens  # the number of tokens before the first step of `scheduler`
         self.steps = self.ticks = 0  # past optimizer steps, and past steps of `scheduler`
-        self._rates = self._current()
+        self._rates = self.get_last_lr()
         self._set_rates()
 
     @property
@@ -118,12 +118,12 @@ class TokenSchedule(LRScheduler):
             self._set_rates(warm=False)  # some schedulers compute the next rate from this one
             for _ in range(due - self.ticks):
                 self.scheduler.step()
-            self.ticks, self._rates = due, self._current()
+            self.ticks, self._rates = due, self.get_last_lr()
         self._set_rates()
 
     def get_last_lr(self) -> list[Any]:
         """Return the learning rates of the optimizer's groups."""
-        return self._current()
+        return [float(group["lr"]) for group in self.optimizer.param_groups]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the counts, and the state of the scheduler."""
@@ -166,9 +166,6 @@ class TokenSchedule(LRScheduler):
                 f"expected the {len(rates)} parameter groups of the schedule, got an optimizer of "
                 f"{len(groups)}; add all groups before you make the schedule"
             )
-
-    def _current(self) -> list[Any]:
-        return [float(group["lr"]) for group in self.optimizer.param_groups]
 
     def _set_rates(self, warm: bool = True) -> None:
         """Set the scheduler's rates, multiplied by the progress of the warm-up if `warm`."""
