@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -24,16 +25,21 @@ class FlatLayout:
 
     groups: Sequence[Sequence[nn.Parameter]]
     world_size: int
-    parameters: tuple[nn.Parameter, ...] = field(init=False)
-    matrices: int = field(init=False)  # elements of all matrices, without padding
-    vectors: int = field(init=False)
 
-    def __post_init__(self) -> None:
-        matrices = [p for group in self.groups for p in group if p.dim() > 1]
-        vectors = [p for group in self.groups for p in group if p.dim() <= 1]
-        object.__setattr__(self, "parameters", (*matrices, *vectors))
-        object.__setattr__(self, "matrices", sum(p.numel() for p in matrices))
-        object.__setattr__(self, "vectors", sum(p.numel() for p in vectors))
+    @cached_property
+    def parameters(self) -> tuple[nn.Parameter, ...]:
+        """All parameters, in the order of the buffer."""
+        return tuple(sorted(chain.from_iterable(self.groups), key=lambda p: p.dim() <= 1))
+
+    @cached_property
+    def matrices(self) -> int:
+        """The number of elements of all matrices, without padding."""
+        return sum(p.numel() for p in self.parameters if p.dim() > 1)
+
+    @cached_property
+    def vectors(self) -> int:
+        """The number of elements of all vectors, without padding."""
+        return sum(p.numel() for p in self.parameters if p.dim() <= 1)
 
     @cached_property
     def chunk(self) -> int:

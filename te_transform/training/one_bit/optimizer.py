@@ -272,9 +272,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
         errors, and resumes on the same rank of the same number of ranks. Names and shapes do not change at
         the freeze.
         """
-        if self._exchange is None or self._shared_errors is not None:
-            return self._saved(self._shared_errors, saved.OF_ALL_RANKS)
-        return self._saved(self._exchange.errors(is_gathered=False), self._owner)
+        return self._saved(is_gathered=False)
 
     def gathered_state_dict(self) -> dict[str, Any]:
         """Return one state for any number of ranks. Collective: all ranks call it, and one rank saves.
@@ -282,15 +280,17 @@ class OneBitOptimizer(torch.optim.Optimizer):
         Worker errors are averaged over ranks, and server errors are gathered. No correction that was not sent
         yet is lost. Unlike after synchronize(), this run continues with its own errors.
         """
-        if self._exchange is None or self._shared_errors is not None:
-            return self._saved(self._shared_errors, saved.OF_ALL_RANKS)
-        return self._saved(self._exchange.errors(is_gathered=True), saved.OF_ALL_RANKS)
+        return self._saved(is_gathered=True)
 
-    def _saved(self, errors: tuple[Tensor, Tensor] | None, owner: saved.ErrorOwner) -> dict[str, Any]:
-        packed = super().state_dict()
+    def _saved(self, is_gathered: bool) -> dict[str, Any]:
+        packed, errors, owner = super().state_dict(), self._shared_errors, saved.OF_ALL_RANKS
         if not self.state:
             return packed
-        errors = errors or (self._layout.buffer(),) * 2
+        if errors is None and self._exchange is None:
+            errors = (self._layout.buffer(),) * 2
+        elif errors is None:
+            errors = self._exchange.errors(is_gathered)
+            owner = owner if is_gathered else self._owner
         return saved.with_errors(packed, self._parameters(), self._layout, errors, owner)
 
     @property
