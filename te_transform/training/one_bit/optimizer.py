@@ -219,16 +219,19 @@ class OneBitOptimizer(torch.optim.Optimizer):
 
     def _gradients(self) -> GradientsOf:
         """Return the fp32 gradients of the parameters with a gradient, without GradScaler's scale."""
-        layout = self._layout
-        given = {p: p.grad for p in layout.parameters if p.grad is not None}
-        gradients = {p: grad for p, grad in given.items() if grad.dtype == torch.float32}
-        if cast := [p for p in given if p not in gradients]:
-            copies = layout.scratch()
-            gradients |= {p: layout.view(copies, p) for p in cast}
-            torch._foreach_copy_([gradients[p] for p in cast], [given[p] for p in cast])
+        gradients = self._in_fp32({p: p.grad for p in self._layout.parameters if p.grad is not None})
         if (scale := getattr(self, "grad_scale", None)) is not None and gradients:
             torch._foreach_mul_(list(gradients.values()), scale.double().reciprocal().float())
         return gradients
+
+    def _in_fp32(self, given: dict[nn.Parameter, Tensor]) -> dict[nn.Parameter, Tensor]:
+        """Return tensors of parameters in fp32: copies in one buffer of those in 16 bits."""
+        wide = {p: tensor for p, tensor in given.items() if tensor.dtype == torch.float32}
+        if cast := [p for p in given if p not in wide]:
+            copies = self._layout.scratch()
+            wide |= {p: self._layout.view(copies, p) for p in cast}
+            torch._foreach_copy_([wide[p] for p in cast], [given[p] for p in cast])
+        return wide
 
     def _averaged(self, gradients: GradientsOf) -> GradientsOf:
         """Return the mean of gradients over ranks, if no registered DDP has computed it."""
@@ -244,14 +247,9 @@ class OneBitOptimizer(torch.optim.Optimizer):
     @contextlib.contextmanager
     def _weights(self) -> Iterator[dict[nn.Parameter, Tensor]]:
         """Yield fp32 weights to update in place. Copies of 16-bit weights are rounded at the end."""
-        layout = self._layout
-        weights = {p: p for p in layout.parameters if p.dtype == torch.float32}
-        if cast := [p for p in layout.parameters if p not in weights]:
-            copies = layout.scratch()
-            weights |= {p: layout.view(copies, p) for p in cast}
-            torch._foreach_copy_([weights[p] for p in cast], cast)
+        weights = self._in_fp32({p: p for p in self._layout.parameters})
         yield weights
-        if cast:
+        if cast := [p for p in weights if weights[p] is not p]:
             torch._foreach_copy_(cast, [weights[p] for p in cast])
 
     @torch.no_grad()
