@@ -65,27 +65,20 @@ def on_shards(
     Raises:
         Refusal: the graph writes in place to a sharded value, or reads pieces of one together.
     """
-    return _Sharding(captured, canonicalize(captured.graph, forms), shards, ranks, sequence).rank_graph()
+    module = module_of(captured, canonicalize(captured.graph, forms))
+    return _Sharding(module, ShardingPlan(module.graph, shards, ranks, sequence)).rank_graph()
 
 
 class _Sharding:
     """The edit of a graph by a ShardingPlan, node by node."""
 
-    def __init__(
-        self,
-        captured: fx.GraphModule,
-        graph: fx.Graph,
-        shards: Mapping[str, Shards],
-        ranks: Ranks,
-        sequence: bool,
-    ):
-        self.graph, self.module = graph, module_of(captured, graph)
-        self.plan, self.ranks = ShardingPlan(self.graph, shards, ranks, sequence), ranks
+    def __init__(self, module: fx.GraphModule, plan: ShardingPlan):
+        self.module, self.graph, self.plan, self.ranks = module, module.graph, plan, plan.ranks
         self.origin: dict[fx.Node, fx.Node] = {}  # the original node of each replacement
         self.moved: dict[tuple, fx.Node] = {}  # the moves that were inserted already
         self.made_graph = ShardedGraph(self.module)
-        for node in self.graph.nodes:
-            if node.op == "placeholder" and node.name in shards:
+        for node in plan.shards:
+            if node.op == "placeholder":
                 self._note_shape(node)
 
     def rank_graph(self) -> ShardedGraph:
@@ -160,10 +153,9 @@ class _Sharding:
         gathers = change in (Redistribution.GATHER, Redistribution.GATHER_ENTER)
         key = source, change, shards
         if key not in self.moved:
-            op = Move(change, self.ranks, shards)
             if isinstance(value(source), (tuple, list)):
                 raise Refusal("pieces of what is sharded are read together")
-            node = edit.insert_call(self.graph, at, self._name(change, shards, op), (source,), like=source)
+            node = edit.insert_call(self.graph, at, self._name(change, shards), (source,), like=source)
             self.plan.shapes[node] = self.plan.shapes[source]
             if not gathers and shards is not None:
                 self.plan.shards[node] = (
@@ -177,8 +169,7 @@ class _Sharding:
         """Sum the ranks' terms into a whole value, or into a value sharded by tokens."""
         shards = self.plan.shards.pop(node, None)
         change = Redistribution.SUM if shards is None else Redistribution.SUM_SHARE
-        name = self._name(change, shards, Move(change, self.ranks, shards))
-        total = self._stand_in(node, name)
+        total = self._stand_in(node, self._name(change, shards))
         if shards is not None:
             self.plan.shards[total] = shards
         self._note_shape(total)
@@ -200,13 +191,13 @@ class _Sharding:
         end = self._stand_in(node, self._named("common_random", node, CommonRandom(own)))
         self.plan.shards[end] = self.plan.shards[node]
 
-    def _name(self, change: Redistribution, shards: Shards | None, op: nn.Module) -> str:
+    def _name(self, change: Redistribution, shards: Shards | None) -> str:
         """Return the name of a move. Equal moves share a name, so equal layers are equal graphs."""
         at = "" if shards is None else "_".join(map(str, ("", -shards.dim, *shards.parts)))
         at += "" if shards is None or shards.copies == 1 else f"_for_{shards.copies}"
         name = f"ranks_{change.name.lower()}{at}"
         if not hasattr(self.module, name):
-            self.module.add_submodule(name, op)
+            self.module.add_submodule(name, Move(change, self.ranks, shards))
         return name
 
     def _named(self, what: str, node: fx.Node, op: nn.Module) -> str:
