@@ -112,10 +112,8 @@ def routed(experts: Tensor, groups: int) -> tuple[Tensor, Tensor, Tensor, Tensor
 
 def taken(x: Tensor, order: Tensor, places: Tensor, choices: int = 1) -> Tensor:
     """Return x[order // choices]. The gradient is gathered by `places`, the inverse of the order."""
-    tokens = order // choices
-    return (
-        x[tokens] if transformed() else Indexed.apply(x, tokens, partial(_taken_back, choices), order, places)
-    )
+    tokens, gradient = order // choices, partial(_taken_back, choices)
+    return x[tokens] if transformed() else Indexed.apply(x, tokens, gradient, order, places)
 
 
 def _taken_back(choices: int, grad: Tensor, order: Tensor, places: Tensor) -> Tensor:

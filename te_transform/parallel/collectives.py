@@ -246,7 +246,7 @@ class Redistribution(Enum):
     COLLECT = (Ranks.collected, Ranks.share)  # shards to the whole; copies are summed
     PICK = (Ranks.picked, Ranks.put_back)  # copies of a share to a part of it per rank
     PUT_BACK = (Ranks.put_back, Ranks.picked)
-    GATHER_ENTER = (Ranks.gathered, Ranks.summed_share)
+    GATHER_ENTER = (Ranks.gathered, Ranks.summed_share)  # shards to a whole value that each rank reads
     SUM_SHARE = (Ranks.summed_share, Ranks.gathered)
     LEAD = (_lead_value, _unmoved)  # a whole value to terms: the value on the first rank, zeros on all others
 

@@ -40,7 +40,7 @@ class Refusal(Exception):
         self.reason, self.indivisible, self.whole = reason, indivisible, whole
 
 
-Moves = dict[fx.Node, tuple[Redistribution, Shards | None]]
+Moves = dict[fx.Node, tuple[Redistribution, Shards | None]]  # with the shards that are read or made
 
 
 @dataclass
@@ -50,7 +50,7 @@ class ShardingStep:
     Args:
         shards: of the result. None if the result is whole, or a term of the sum over ranks (`is_term`).
         is_term: True if the ranks' results must be summed.
-        moves: arguments that are brought into another placement before, with the shards of that change.
+        moves: arguments that are brought into another placement before.
         args: arguments that have another value on shards, by position.
         reads_shape: True if argument 1 is the shape of the result, which is another one on this rank.
     """
