@@ -176,7 +176,8 @@ class OneBitAdam(OneBitOptimizer):
         return self._flat["exp_avg_sq"]
 
     def _denominators(self, parameters: list[nn.Parameter]) -> list[Tensor]:
-        return [self._layout.view(self._denominator, p) for p in parameters]
+        layout, denominator = self._layout, self._denominator
+        return [layout.view(denominator, p) for p in parameters]
 
     def _clear_unused(self, values: Tensor) -> None:
         """Zero the elements without a gradient before the freeze. An exchange gives them a nonzero value."""

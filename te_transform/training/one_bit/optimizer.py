@@ -219,19 +219,19 @@ class OneBitOptimizer(torch.optim.Optimizer):
 
     def _gradients(self) -> GradientsOf:
         """Return the fp32 gradients of the parameters with a gradient, without GradScaler's scale."""
-        gradients = self._in_fp32({p: p.grad for p in self._layout.parameters if p.grad is not None})
+        gradients, _ = self._in_fp32({p: p.grad for p in self._layout.parameters if p.grad is not None})
         if (scale := getattr(self, "grad_scale", None)) is not None and gradients:
             torch._foreach_mul_(list(gradients.values()), scale.double().reciprocal().float())
         return gradients
 
-    def _in_fp32(self, given: dict[nn.Parameter, Tensor]) -> dict[nn.Parameter, Tensor]:
-        """Return tensors of parameters in fp32: copies in one buffer of those in 16 bits."""
+    def _in_fp32(self, given: GradientsOf) -> tuple[GradientsOf, list[nn.Parameter]]:
+        """Return tensors of parameters in fp32, and the parameters whose tensors are copies in one buffer."""
         wide = {p: tensor for p, tensor in given.items() if tensor.dtype == torch.float32}
         if cast := [p for p in given if p not in wide]:
             copies = self._layout.scratch()
             wide |= {p: self._layout.view(copies, p) for p in cast}
             torch._foreach_copy_([wide[p] for p in cast], [given[p] for p in cast])
-        return wide
+        return wide, cast
 
     def _averaged(self, gradients: GradientsOf) -> GradientsOf:
         """Return the mean of gradients over ranks, if no registered DDP has computed it."""
@@ -247,9 +247,9 @@ class OneBitOptimizer(torch.optim.Optimizer):
     @contextlib.contextmanager
     def _weights(self) -> Iterator[dict[nn.Parameter, Tensor]]:
         """Yield fp32 weights to update in place. Copies of 16-bit weights are rounded at the end."""
-        weights = self._in_fp32({p: p for p in self._layout.parameters})
+        weights, cast = self._in_fp32({p: p for p in self._layout.parameters})
         yield weights
-        if cast := [p for p in weights if weights[p] is not p]:
+        if cast:
             torch._foreach_copy_(cast, [weights[p] for p in cast])
 
     @torch.no_grad()

@@ -130,11 +130,11 @@ class ZeroOneAdam(OneBitAdam):
         self._divisor = None
 
     def _corrected_variance(self) -> Tensor:
-        flat = self._flat["exp_avg_sq"].clone()
+        layout, flat = self._layout, self._flat["exp_avg_sq"].clone()
         for group, trained in self._groups_with(self._has_trained):
             for parameter in trained:
                 correction = 1 - group["betas"][1] ** self.state[parameter]["step"].item()
-                self._layout.view(flat, parameter).div_(correction)
+                layout.view(flat, parameter).div_(correction)
         return flat
 
     def _correct(self) -> None:
