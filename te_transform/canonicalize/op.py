@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from te_transform.graph import edit
+from te_transform.graph.grouped import grouped
 from te_transform.graph.pattern import Match, Pattern
 
 
@@ -41,10 +42,7 @@ class Forms:
 
 def write(graph: fx.Graph, spellings: Sequence[Spelling]) -> None:
     """Replace every match by its op; the graph is read from its end, so that the largest match wins."""
-    by_root: dict[Callable, list[Spelling]] = {}
-    for spelling in spellings:
-        for target in spelling.pattern.roots:
-            by_root.setdefault(target, []).append(spelling)
+    by_root = grouped((target, spelling) for spelling in spellings for target in spelling.pattern.roots)
     for node in reversed(graph.nodes):
         call = next(_spelled_calls(graph, node, by_root.get(node.target, ())), None)
         if call is not None:

@@ -31,6 +31,7 @@ from torch._guards import CompileContext
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx._symbolic_trace import is_fx_symbolic_tracing
 
+from te_transform.graph.context import set_to
 from te_transform.graph.errors import in_full
 from te_transform.graph.questions import guard_questions
 from te_transform.graph.recompiles import Recompiles, module_in_frame
@@ -162,17 +163,13 @@ def _our_capture(settings: Mapping[str, Any]) -> Iterator[None]:
     PyTorch 2.11 shares settings between threads. If two threads traced at once, one of them would restore the
     temporary settings of the other.
     """
-    token = _ours.set(True)
-    try:
-        patched = torch._dynamo.config.patch({**SETTINGS, **_ignored_logging(), **settings})
-        without_warnings = patch.object(torch._dynamo.utils, "warn_once", log.debug)
-        with (
-            compile_lock, _garbage_collected(), patched, without_warnings,
-            guard_questions(), traceable_forms(),
-        ):  # fmt: skip
-            yield
-    finally:
-        _ours.reset(token)
+    patched = torch._dynamo.config.patch({**SETTINGS, **_ignored_logging(), **settings})
+    without_warnings = patch.object(torch._dynamo.utils, "warn_once", log.debug)
+    with (
+        set_to(_ours, True), compile_lock, _garbage_collected(), patched, without_warnings,
+        guard_questions(), traceable_forms(),
+    ):  # fmt: skip
+        yield
 
 
 @contextmanager
@@ -308,11 +305,11 @@ def _noting(reasons: dict[str, str] | None, code: CodeType) -> Iterator[None]:
     """Add dynamo's reasons from this context for code that it does not capture to `reasons`."""
     kinds = ("graph_break", "unimplemented")  # for code between two graphs; for functions without a graph
     before = [Counter(counters[kind]) for kind in kinds]
-    token = _errors.set(errors := [])
+    errors: list[str] = []
     try:
-        yield
+        with set_to(_errors, errors):
+            yield
     finally:
-        _errors.reset(token)
         said = [Counter(counters[kind]) - known for kind, known in zip(kinds, before, strict=True)]
         if reasons is not None:
             name = code.co_name.partition(_CAPTURED)[0]

@@ -19,6 +19,7 @@ import torch
 from torch import fx
 
 from te_transform.graph import ops
+from te_transform.graph.grouped import grouped
 from te_transform.graph.marks import is_mark
 from te_transform.graph.nodes import is_tensor_node
 
@@ -350,9 +351,6 @@ def find(pattern: Pattern | Siblings, graph: fx.Graph, misses: list[Miss] | None
 
 
 def _find_siblings(pattern: Siblings, graph: fx.Graph, part: Callable[[fx.Node], int]) -> list[Match]:
-    groups: dict[tuple, list[fx.Node]] = {}
-    for node in graph.nodes:
-        if node.op == "call_function" and node.target is pattern.target:
-            key = node.args[0], node.meta.get("region"), part(node), pattern.meet(node)
-            groups.setdefault(key, []).append(node)
+    calls = graph.find_nodes(op="call_function", target=pattern.target)
+    groups = grouped(((n.args[0], n.meta.get("region"), part(n), pattern.meet(n)), n) for n in calls)
     return [Match({pattern.role: tuple(nodes)}, tuple(nodes)) for nodes in groups.values() if len(nodes) > 1]

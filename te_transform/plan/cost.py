@@ -35,6 +35,7 @@ from te_transform.backends.limits import (
     small_attention,
 )
 from te_transform.graph import ops
+from te_transform.graph.grouped import grouped
 from te_transform.graph.nodes import numel_of, value
 from te_transform.plan.assign import product_paths, runs_in_recipe
 from te_transform.plan.match import Plan, Site
@@ -310,9 +311,7 @@ def priced(
     """
     asked, products = run_mode_of(options), product_paths(plan)
     runs = _run_mode(plan, asked, precision)
-    canonical: dict[str, list[fx.Node]] = {}
-    for node in plan.before.nodes:
-        canonical.setdefault(node.meta.get("origin", ""), []).append(node)
+    canonical = grouped((node.meta.get("origin", ""), node) for node in plan.before.nodes)
     for outcome, site in plan.outcomes_with_sites():
         ours = [node for name in outcome.inside for node in canonical.get(name, ())]
         work = sum(map(computed, ours), Work())

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from te_transform.backends.fp8.fp8_only import FP8Only
+from te_transform.graph.grouped import grouped
 from te_transform.graph.nodes import dtype_name
 
 _WORDS = ("linear", "quant")  # parts of the names of quantized module classes
@@ -18,11 +19,11 @@ _INDEX_DTYPES = (torch.int64, torch.bool)  # dtypes of indices and masks
 
 def quantized_modules(model: nn.Module) -> dict[str, list[str]]:
     """Return the paths of modules with quantized weights, keyed by a text like "int8 of Linear8bitLt"."""
-    paths: dict[str, list[str]] = {}
-    for path, module in model.named_modules():
-        if dtype := next(_quantized_dtypes(module), None):
-            paths.setdefault(f"{dtype} of {type(module).__name__}", []).append(path)
-    return paths
+    return grouped(
+        (f"{dtype} of {type(module).__name__}", path)
+        for path, module in model.named_modules()
+        if (dtype := next(_quantized_dtypes(module), None))
+    )
 
 
 def _quantized_dtypes(module: nn.Module) -> Iterator[str]:

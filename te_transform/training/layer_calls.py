@@ -21,6 +21,7 @@ from te_transform.execution.call_context import CallContext, ModuleCall
 from te_transform.execution.captured_graph import CapturedGraph
 from te_transform.execution.classes import ModuleRole, Role
 from te_transform.execution.runner import Runner
+from te_transform.graph.context import set_to
 from te_transform.plan.model import CONVERTED
 from te_transform.training.block_calls import BlockCalls
 from te_transform.training.forwards import TrainingForwards
@@ -78,12 +79,11 @@ class LayerCalls:
         """
         path = self._trained_path(call.role, call.module)
         is_forward = path is not None and not in_backward()
-        token = _trained_layers.set(path)
-        try:
-            with self.forwards.noted_as(self.decision()) if is_forward else nullcontext():
-                out = run(call)
-        finally:
-            _trained_layers.reset(token)
+        with (
+            set_to(_trained_layers, path),
+            self.forwards.noted_as(self.decision()) if is_forward else nullcontext(),
+        ):
+            out = run(call)
         if call.is_block and self._drops(call.role, call.module):
             self.block_calls.learn(call.module, tuple(call.args), dict(call.kwargs), out)
         return out

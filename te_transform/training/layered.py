@@ -15,6 +15,7 @@ from te_transform.backends.fp8.scale_table import keep_scales
 from te_transform.execution.pieces import dropped
 from te_transform.execution.rerun import is_trained
 from te_transform.graph import edit
+from te_transform.graph.context import set_to
 from te_transform.graph.nodes import dtype_of, is_parameter, path_below
 from te_transform.plan.assign import put_in_recipe
 from te_transform.plan.match import Plan, plan
@@ -113,8 +114,8 @@ class Layered:
         self.dtypes = [torch.promote_types(dtype_of(layer.start), torch.float32) for layer in layers]
         self.scalars: dict[tuple[float, torch.dtype, torch.device], Tensor] = {}  # factors of the last call
         graph = plan_.captured.graph
-        placeholders = [node for node in graph.nodes if node.op == "placeholder"]
-        self.argument_indices = {node.name: index for index, node in enumerate(placeholders)}
+        placeholders = enumerate(graph.find_nodes(op="placeholder"))
+        self.argument_indices = {node.name: index for index, node in placeholders}
         unread = [filter(is_parameter, unreached_arguments([layer])) for layer in layers]
         self.weights = [[self.argument_indices[node.name] for node in nodes] for nodes in unread]
         self.in_recipe = any(getattr(site.fused, "in_fp8", False) for site in plan_.sites)
@@ -126,11 +127,8 @@ class Layered:
         left_out = frozenset(number for number, factor in enumerate(factors) if factor is None)
         device = next(argument.device for argument in arguments if isinstance(argument, Tensor))
         tensors = self._as_tensors(factors, device)
-        token = dropped.set(left_out)
-        try:
+        with set_to(dropped, left_out):
             outputs = self.run(*arguments, *tensors)
-        finally:
-            dropped.reset(token)
         if self.in_recipe:
             keep_scales(arguments[index] for number in left_out for index in self.weights[number])
         return self._with_zeros(outputs, arguments, left_out) if decision.needs_zeros else outputs

@@ -18,6 +18,7 @@ from te_transform.backends.fp8.registry import ParameterState, read_state, state
 from te_transform.backends.limits import small_calls_in_fp8
 from te_transform.backends.ranks import groups_of, is_sharded, maximum
 from te_transform.backends.tracing import in_backward, recorded, transformed
+from te_transform.graph.grouped import grouped
 from te_transform.graph.names import without_wrappers
 
 
@@ -197,9 +198,7 @@ class Precision:
 
 def _changed(kernels: list[Any]) -> Iterator[bool]:
     """Yield for each device which samples differ from those at quantization. Synchronizes once per device."""
-    by_device: dict[torch.device, list[Any]] = {}
-    for kernel in kernels:
-        by_device.setdefault(kernel.kept.sample.device, []).append(kernel)
+    by_device = grouped((kernel.kept.sample.device, kernel) for kernel in kernels)
     for kernels_there in by_device.values():
         now = [parameter for kernel in kernels_there for parameter in kernel.parameters()]
         before = torch.cat([kernel.kept.sample for kernel in kernels_there])
