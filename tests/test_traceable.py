@@ -345,12 +345,14 @@ class Exportable(Block):
         return super().forward(-x if torch.compiler.is_exporting() else x)
 
 
-def test_a_capture_is_no_export() -> None:
+def test_a_capture_is_no_export(monkeypatch: pytest.MonkeyPatch) -> None:
     model = seeded(Exportable)
     converted = te_transform.convert(copy.deepcopy(model), (X,), verify=False)
     assert te_transform.report(converted).breaks == ()
     assert_close(converted(X), model(X))
     assert_close(torch.export.export(converted, (X,)).module()(X), model(-X))
+    monkeypatch.setattr(torch.compiler, "_is_exporting_flag", True)  # an exporter calls the model
+    assert_close(converted(X), model(X))
 
 
 class Scanned(Block):

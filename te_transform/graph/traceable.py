@@ -38,7 +38,7 @@ def traceable_forms() -> Iterator[None]:
     own = {
         transformer._detect_is_causal_mask: _CausalMask,
         warnings.warn: _Warning,
-        torch.compiler.is_exporting: _Exporting,
+        torch.compiler.is_exporting: UserFunctionVariable,  # its code: PyTorch 2.11 folds it to True
         associative_scan: _Scan,
     }
     forms = own | forms_of_transformers()
@@ -122,16 +122,6 @@ class _Warning(DebuggingVariable):
             return ends_the_graph(tx, args, kwargs)
         tx.output.root_tx.debug_locals.append((self, said))
         return ConstantVariable.create(None)
-
-
-class _Exporting(UserFunctionVariable):
-    """torch.compiler.is_exporting(), which PyTorch 2.11 folds to True whenever dynamo traces.
-
-    Models call slow operations instead of their kernels when they are exported.
-    """
-
-    def call_function(self, tx: Any, args: Any, kwargs: Any) -> Any:
-        return ConstantVariable.create(torch.compiler.is_exporting())
 
 
 class _Scan(UserFunctionVariable):
