@@ -266,7 +266,7 @@ class Split(GraphOp):
             joined: the joined weight and bias. They learn which parts get a gradient. The gradient of a
                 projection that the loss does not use is None, because an optimizer steps on zeros.
         """
-        if transformed() or not (torch.is_grad_enabled() and product.requires_grad):
+        if transformed() or not needs_gradient(product):
             return product.split(self.sizes, -1)
         return _Split.apply(product, self.sizes, [*map(used_of, joined)])
 

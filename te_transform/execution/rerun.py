@@ -11,6 +11,7 @@ from torch import Tensor
 
 from te_transform.backends.fp8.registry import known_as
 from te_transform.backends.joined import check_unwritten, versions_of
+from te_transform.backends.tracing import needs_gradient
 from te_transform.execution.writes import Writes, unwritten
 
 RunGraph = Callable[..., Sequence[Any]]
@@ -53,7 +54,7 @@ def trained_among(arguments: Sequence[Any]) -> list[int]:
 
 def is_trained(argument: Any) -> bool:
     """Return True if autograd records operations on the argument."""
-    return isinstance(argument, Tensor) and argument.requires_grad and torch.is_grad_enabled()
+    return isinstance(argument, Tensor) and needs_gradient(argument)
 
 
 def autocast_now(device: str) -> dict[str, Any]:

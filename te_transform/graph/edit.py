@@ -601,7 +601,7 @@ def with_known(
 
 def _inline(graph: fx.Graph, called: fx.GraphModule, at: fx.Node) -> fx.Node:
     """Inline a graph module before the call `at`, with the call's arguments, and return its first output."""
-    arguments = (node for node in called.graph.nodes if node.op == "placeholder")
+    arguments = called.graph.find_nodes(op="placeholder")
     with graph.inserting_before(at):
         first, *_ = graph.graph_copy(called.graph, dict(zip(arguments, at.args, strict=True)))
     return first
@@ -616,7 +616,7 @@ def name_model_tensors(captured: fx.GraphModule, arguments: Sequence[Any]) -> fx
     """
     graph, copies = copy_by_name(captured.graph)
     root = dict(captured.named_children())
-    placeholders = [node for node in captured.graph.nodes if node.op == "placeholder"]
+    placeholders = captured.graph.find_nodes(op="placeholder")
     for node, argument in zip(placeholders, arguments, strict=True):
         name, twin = node_info.name_in_model(node), copies[node.name]
         if name:

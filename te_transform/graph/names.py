@@ -35,7 +35,7 @@ def name_as_in(model: nn.Module, captured: fx.GraphModule, arguments: Sequence[A
         The captured module. The model, if the graph has no submodule call, parameter or buffer. None, if the
         module is unknown.
     """
-    placeholders = [node for node in captured.graph.nodes if node.op == "placeholder"]
+    placeholders = captured.graph.find_nodes(op="placeholder")
     stored = zip(map(_stored_at, placeholders), arguments, strict=True)
     own = {at[1]: argument for at, argument in stored if at is not None and not at[0]}
     outermost, innermost = _module_calls(captured)

@@ -226,7 +226,7 @@ class Parallel:
 
         Layers that share the graph may be divided differently.
         """
-        names = [node.name for node in captured.graph.nodes if node.op == "placeholder"]
+        names = [node.name for node in captured.graph.find_nodes(op="placeholder")]
         functions: dict[tuple, tuple[Callable[..., Any], _ReadArgument]] = {}
 
         def run(*arguments: Any) -> Any:

@@ -208,7 +208,7 @@ def _laying_out(
         name_as_in(model, captured, arguments)
         layout = lay(captured.graph)
         shards = {node.name: each for node, each in layout.shards.items()}
-        placeholders = [node.name for node in captured.graph.nodes if node.op == "placeholder"]
+        placeholders = [node.name for node in captured.graph.find_nodes(op="placeholder")]
 
         def run(*arguments: Any) -> Any:
             for name, argument in zip(placeholders, arguments, strict=True):

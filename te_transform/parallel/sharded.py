@@ -210,7 +210,7 @@ class _Sharding:
 
         The graph then reads parameters, whose readers can be fused.
         """
-        for node in [node for node in self.graph.nodes if node.op == "placeholder"]:
+        for node in self.graph.find_nodes(op="placeholder"):
             parameter = value(node)
             if not isinstance(parameter, nn.Parameter):
                 continue
