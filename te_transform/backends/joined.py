@@ -400,11 +400,17 @@ def make_adjacent(parameters: Sequence[Tensor]) -> bool:
     # parameters with inference-mode memory could not be trained
     with torch.inference_mode(False), torch.no_grad():
         buffer = torch.cat([parameter.detach() for parameter in parameters])
-        group = Group(buffer, parameters)
         for parameter, part in zip(parameters, buffer.split([len(p) for p in parameters]), strict=True):
             parameter.data = torch.from_dlpack(part)
-            _layout_of(parameter).group = group
+    note_adjacent(parameters, buffer)
     return True
+
+
+def note_adjacent(parameters: Sequence[Tensor], buffer: Tensor) -> None:
+    """Note that parameters, whose memory is that of `buffer` in this order, are adjacent."""
+    group = Group(buffer, parameters)
+    for parameter in parameters:
+        _layout_of(parameter).group = group
 
 
 def _addresses(parameters: Sequence[Tensor]) -> tuple[int, ...]:
@@ -414,10 +420,11 @@ def _addresses(parameters: Sequence[Tensor]) -> tuple[int, ...]:
 def _can_be_moved(parameters: Sequence[Tensor]) -> bool:
     # two groups that share a parameter would take it from each other at each call
     is_free = not any(map(_is_grouped, parameters))
-    return _are_alike(parameters) and is_free and not held_elsewhere(parameters)
+    return are_alike(parameters) and is_free and not held_elsewhere(parameters)
 
 
-def _are_alike(parameters: Sequence[Tensor]) -> bool:
+def are_alike(parameters: Sequence[Tensor]) -> bool:
+    """Return True if these are plain contiguous tensors whose rows may be joined."""
     first = parameters[0]
     plain = all(
         type(p) in (nn.Parameter, Tensor) and type(p.data) is Tensor
@@ -436,7 +443,7 @@ def _is_grouped(parameter: Tensor) -> bool:
 
 def held_elsewhere(parameters: Sequence[Tensor]) -> list[Tensor]:
     """Return the parameters that cannot be moved only because something else holds their memory."""
-    if not _are_alike(parameters):
+    if not are_alike(parameters):
         return []
     return [p for p in parameters if not (_is_grouped(p) or is_sole_owner(p, imported=_is_ours(p)))]
 

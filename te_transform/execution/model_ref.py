@@ -11,6 +11,7 @@ from te_transform.backends.joined import held_elsewhere, local, make_adjacent
 from te_transform.backends.ranks import is_sharded
 from te_transform.backends.storages import sole_owners_needed
 from te_transform.execution.blocks import first_in_list, unwrapped
+from te_transform.execution.gathered_rows import make_gathered_adjacent
 from te_transform.execution.lower import ScatteredGroups
 
 
@@ -61,14 +62,12 @@ class ModelRef:
                 self._list, self._first = weakref.ref(first[0]), first[1]
 
     def make_adjacent(self, model: nn.Module) -> list[list[Tensor]]:
-        """Make scattered groups of the model's own parameters adjacent in memory.
-
-        Stand-ins of FSDP are left alone, because FSDP frees their memory.
+        """Make scattered groups of the model's parameters adjacent in memory, also those that FSDP2 gathers.
 
         Returns:
             The groups that stay scattered because their memory has other holders.
         """
-        groups = {tuple(r() for r in group) for group in self.scattered}
+        groups = make_gathered_adjacent(model, {tuple(r() for r in group) for group in self.scattered})
         own = {id(local(parameter)) for parameter in model.parameters()}
         self.scattered.clear()
         own_groups = [group for group in groups if all(id(tensor) in own for tensor in group)]
