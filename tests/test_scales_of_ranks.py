@@ -136,6 +136,45 @@ def test_a_checkpoint_of_shards_has_the_scales(tmp_path: Path) -> None:
         assert all(map(math.isfinite, losses))
 
 
+def train_on_one_batch(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> list[float]:
+    """Train on batches of eight rows, which the ranks divide, and return the losses of whole batches."""
+    losses = []
+    for step in steps:
+        rows = torch.cat([ranks.inputs(step, rank) for rank in range(4)])
+        loss = model(rows.chunk(dist.get_world_size())[dist.get_rank()])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        dist.all_reduce(mean := loss.detach().clone(), dist.ReduceOp.SUM)
+        losses.append(mean.item() / dist.get_world_size())
+    return losses
+
+
+def saved_on_four(folder: Path) -> list[float]:
+    ranks.install_stand_in()
+    model = ranks.sharded(ranks.in_fp8())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    train_on_one_batch(model, optimizer, range(4))
+    dcp.save(state_of(model, optimizer), checkpoint_id=folder)
+    return train_on_one_batch(model, optimizer, range(4, 10))
+
+
+def resumed_on_eight(folder: Path) -> list[float]:
+    ranks.install_stand_in()
+    return train_on_one_batch(*loaded(folder), range(4, 10))
+
+
+@pytest.mark.integration
+@pytest.mark.xdist_group("distributed")
+def test_the_losses_of_four_ranks_continue_on_eight(tmp_path: Path) -> None:
+    """Gradients of other ranks are added in another order, in bf16."""
+    for folder in ("checkpoint", "four", "eight"):
+        (tmp_path / folder).mkdir()
+    expected, *_ = ranks.spawn(saved_on_four, 4, tmp_path / "four", tmp_path / "checkpoint")
+    for losses in ranks.spawn(resumed_on_eight, 8, tmp_path / "eight", tmp_path / "checkpoint"):
+        assert losses == pytest.approx(expected, rel=1e-3)
+
+
 def trained(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> list[float]:
     losses = []
     for step in steps:
