@@ -2,6 +2,7 @@
 
     torchrun --nproc-per-node 8 benchmarks/node.py --config llama3-8b [--layers 16] [--json rows.jsonl]
     python benchmarks/node.py --config gpt2 --tokens 12288                       # one GPU
+    python benchmarks/node.py --config llama3-8b --pretend-ranks 4               # one of four, see below
     torchrun --nproc-per-node 2 benchmarks/node.py --config tiny --device cpu    # try it without a GPU
 
 The model is any causal language model of transformers. Weights, gradients and fused AdamW are in bf16. The
@@ -20,6 +21,9 @@ Each line is printed once it is measured. Nothing is asserted.
 
 Attention counts 12 * layers * width * length / 2 FLOPs. MFU is relative to the bf16 peak of the GPU, also in
 FP8. Work that activation checkpoints repeat does not count.
+
+With --pretend-ranks, one GPU is a rank of a group whose other ranks do not exist. Gathers and reductions are
+copies: peak memory is that of a rank, a step has no traffic, and no loss is measured.
 """
 
 from __future__ import annotations
@@ -52,6 +56,8 @@ def main() -> None:
     asked = arguments()
     own = hosted_store()  # noqa: F841  as long as this function runs
     ranks, is_first = int(os.environ["WORLD_SIZE"]), os.environ["RANK"] == "0"
+    if asked.pretend_ranks:
+        ranks = pretended(asked.pretend_ranks, ranks, asked.parallel)
     asked.parallel = asked.parallel or ("fsdp2" if ranks > 1 else "none")
     check(asked.parallel, ranks)
     if is_first:
@@ -81,6 +87,7 @@ def arguments(told: list[str] | None = None) -> argparse.Namespace:
     add("--learning-rate", type=float, default=1e-4)
     add("--parallel", help="fsdp2, ddp, hsdp:2x4 (replicas x shards) or none; fsdp2 on several GPUs")
     add("--reshard", type=setting_value, default=True, help="fully_shard's: True, False or a number of ranks")
+    add("--pretend-ranks", type=positive, help="be one rank of so many, without the others")
     add("--checkpoint", action="store_true", help="activation checkpoints around each layer")
     add("--device", choices=["cuda", "cpu"], default="cuda")
     add("--only", default="", help="comma-separated parts of contenders' names")
@@ -115,6 +122,17 @@ def setting_value(text: str) -> Any:
 def settings(text: str) -> dict[str, Any]:
     """Return the settings in "key=value,key=value"."""
     return dict(map(setting, text.split(",")))
+
+
+def pretended(ranks: int, started: int, parallel: str | None) -> int:
+    """Return the number of ranks. Raise ValueError if one process cannot pretend to be one of them."""
+    kind = (parallel or "fsdp2").partition(":")[0]
+    if ranks < 2 or started > 1 or kind not in ("fsdp2", "hsdp"):
+        raise ValueError(
+            "expected --pretend-ranks of at least 2, in one process, with fsdp2 or hsdp, "
+            f"got {ranks}, {started} and {kind}; leave it out"
+        )
+    return ranks
 
 
 def check(parallel: str, ranks: int) -> None:
@@ -207,9 +225,10 @@ def line(row: Row) -> str:
     mfu = f"{row.mfu:6.1%}" if row.mfu else "     -"
     peak = f"{row.peak:5.1f} GiB" if row.peak else "    - GiB"
     later = f" + {row.later:.0f}" if row.later >= 1 else ""
+    loss = f"{row.loss:.4f}" if row.loss else "-"
     return (
         f"{row.name:40} {row.tokens_per_second:9,.0f} tokens/s/GPU  MFU {mfu}  {peak}  "
-        f"first step after {row.first:.0f}{later} s  loss {row.loss:.4f}"
+        f"first step after {row.first:.0f}{later} s  loss {loss}"
     )
 
 

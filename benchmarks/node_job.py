@@ -18,6 +18,7 @@ from datetime import timedelta
 from itertools import pairwise
 from typing import Any
 
+import pretended_ranks
 import torch
 import torch.distributed as dist
 from node_contenders import Contender, Job, Prepared
@@ -56,7 +57,7 @@ def work(asked: argparse.Namespace, name: str, contender: Contender) -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     store, rank = store_of(name), int(os.environ["RANK"])
     try:
-        device = _joined(asked.device, store)
+        device = _joined(asked.device, store, asked.pretend_ranks)
         row = measured(asked, name, contender, device)
         if rank == 0:
             store.set("row", json.dumps(asdict(row)))
@@ -84,7 +85,7 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _joined(kind: str, store: dist.Store) -> torch.device:
+def _joined(kind: str, store: dist.Store, pretended: int | None) -> torch.device:
     """Return this rank's device, after it has joined the group."""
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device = torch.device("cpu")
@@ -93,6 +94,9 @@ def _joined(kind: str, store: dist.Store) -> torch.device:
         torch.cuda.set_device(device)
         with contextlib.suppress(ImportError, OSError):  # before PyTorch loads its cuDNN
             import transformer_engine.pytorch  # noqa: F401
+    if pretended:
+        pretended_ranks.join(pretended)
+        return device
     dist.init_process_group(
         "nccl" if kind == "cuda" else "gloo",
         store=dist.PrefixStore("group", store),
@@ -122,7 +126,8 @@ def measured(asked: argparse.Namespace, name: str, contender: Contender, device:
     step = _step(prepared, _wrapped(prepared.model, asked, mesh), asked.learning_rate)
     seconds, first, later, losses = _train(step, data, device, start)
     row = Row(name, first=first, later=later, parameters=parameters, device=name_of(device))
-    row.first_loss, row.loss = _mean(losses[0]), _mean(losses[-1])
+    if not asked.pretend_ranks:
+        row.first_loss, row.loss = _mean(losses[0]), _mean(losses[-1])
     low, middle, high = statistics.quantiles(seconds, n=4, method="inclusive")
     row.tokens_per_second, row.low, row.high = (asked.tokens / each for each in (middle, high, low))
     if device.type == "cuda":
@@ -164,7 +169,10 @@ def _wrapped(model: nn.Module, asked: argparse.Namespace, mesh: DeviceMesh | Non
     if mesh is not None:
         for block in blocks_of(model):
             fully_shard(block, mesh=mesh, reshard_after_forward=asked.reshard)
-        return fully_shard(model, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        if asked.pretend_ranks:
+            pretended_ranks.copy_within(model)
+        return model
     return DistributedDataParallel(model, gradient_as_bucket_view=True) if asked.parallel == "ddp" else model
 
 

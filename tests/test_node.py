@@ -120,6 +120,37 @@ def test_numbers_of_ranks_that_do_not_fit_raise(parallel: str, ranks: int, why: 
 
 
 @pytest.mark.parametrize(
+    ("given", "got"),
+    [((1, 1, None), "1, 1 and fsdp2"), ((4, 2, None), "4, 2 and fsdp2"), ((4, 1, "ddp"), "4, 1 and ddp")],
+)
+def test_ranks_that_no_process_can_pretend_raise(given: tuple[int, int, str | None], got: str) -> None:
+    import node
+
+    assert node.pretended(4, 1, "hsdp:2x2") == node.pretended(4, 1, None) == 4
+    with pytest.raises(ValueError, match=f"in one process, with fsdp2 or hsdp, got {got}; leave it out"):
+        node.pretended(*given)
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("parallel", ["fsdp2", "hsdp:2x2"])
+def test_one_process_pretends_to_be_one_of_four(parallel: str, tmp_path: Path) -> None:
+    asked = ["--config=tiny", "--device=cpu", "--tokens=256", "--steps=3", f"--json={tmp_path}/rows.jsonl"]
+    path = os.pathsep.join((str(ROOT), str(ROOT / "benchmarks")))
+    ran = subprocess.run(
+        [
+            *(sys.executable, str(ROOT / "benchmarks/node.py"), *asked),
+            *("--pretend-ranks=4", f"--parallel={parallel}", "--only=eager"),
+        ],
+        env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    assert f"tiny, 4 x 256 tokens a step, {parallel}" in ran.stdout
+    row = json.loads((tmp_path / "rows.jsonl").read_text())
+    assert (row["why"], row["loss"], row["parameters"]) == ("", 0.0, 106_816)
+    assert row["tokens_per_second"] > 0
+
+
+@pytest.mark.parametrize(
     ("given", "error"),
     [
         (["--tokens=0"], "expected a whole number of at least 1, got 0"),
