@@ -22,7 +22,7 @@ def join(ranks: int) -> None:
 
 
 def copy_within(model: nn.Module) -> None:
-    """Let FSDP2 copy shards where it would gather them, and one part of gradients where it would sum."""
+    """Make FSDP2 copy shards where it would gather them, and one part of gradients where it would sum."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_custom_all_gather(_Gather())
