@@ -17,6 +17,7 @@ from torch._inductor.decomposition import decompositions
 from torch.utils._pytree import tree_map_only
 
 from te_transform.execution.executors import inductor
+from te_transform.execution.old_values import checked
 
 
 class Compiler(list[tuple[fx.GraphModule, dict[str, Any]]]):
@@ -71,5 +72,6 @@ def trace(
     # predict (attention's on a CPU, with a mask that learns) raises for the original too.
     return aot_module_simplified(
         graph, arguments, decompositions=decompositions,
-        fw_compiler=forward, bw_compiler=backward, partition_fn=min_cut_rematerialization_partition,
+        fw_compiler=checked(forward), bw_compiler=backward,
+        partition_fn=min_cut_rematerialization_partition, keep_inference_input_mutations=True,
     )  # fmt: skip

@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from te_transform.graph import edit, nodes, ops
+from te_transform.graph.effects import changes_tensors, updated
 
 _MAY_ALIAS = ("type_as", "dropout")  # they may return their argument, which their aten schemas do not declare
 _OPERATIONS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
@@ -123,12 +124,12 @@ def barriers(graph: fx.Graph) -> set[fx.Node]:
 
 
 def written(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
-    """Return the nodes that may share memory with the target of an in-place write, each with the last one."""
-    writes = [node for node in graph.nodes if nodes.writes(node)]
-    if not writes:
+    """Return the nodes that may share memory with what a call changes, each with the last such call."""
+    changes = {node: updated(node) or [node] for node in graph.nodes if changes_tensors(node)}
+    if not changes:
         return {}
     storage = storage_of(graph)
-    last = {owner: write for write in writes for owner in storage[write]}
+    last = {owner: node for node, changed in changes.items() for each in changed for owner in storage[each]}
     owners_written = {node: last.keys() & storage[node] for node in graph.nodes}
     return {node: max(last[owner] for owner in owners) for node, owners in owners_written.items() if owners}
 

@@ -31,6 +31,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from te_transform.graph import marks, ops
 from te_transform.graph import nodes as node_info
 from te_transform.graph.bound import module_of
+from te_transform.graph.effects import changes_tensors, is_pure
 
 
 def copy_graph(graph: fx.Graph) -> fx.Graph:
@@ -285,9 +286,9 @@ def with_shape(like: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
 
 
 def erase_unread(nodes: Iterable[fx.Node]) -> None:
-    """Erase the nodes that have no readers, except in-place writes."""
+    """Erase the nodes that have no readers, except calls that change tensors."""
     for node in sorted(set(nodes), reverse=True):
-        if not node.users and node.op not in ("output", "placeholder") and not node_info.writes(node):
+        if not node.users and node.op not in ("output", "placeholder") and not changes_tensors(node):
             node.graph.erase_node(node)
 
 
@@ -296,7 +297,8 @@ def erase_cascade(
 ) -> None:
     """Erase the nodes that have no readers, then their inputs that lost all readers, and so on.
 
-    Keep in-place writes and random calls, unless their names are in `inside`. Keep all nodes in `staying`.
+    Keep random calls and those that change tensors, unless their names are in `inside`. Keep all nodes in
+    `staying`.
     """
     waiting = list(nodes)
     while waiting:
@@ -304,7 +306,7 @@ def erase_cascade(
         called = node.op in ("call_function", "call_method", "call_module", "get_attr")
         if node._erased or not called or node.users or node in staying:
             continue
-        if node.name not in inside and (node_info.writes(node) or node_info.is_random(node)):
+        if node.name not in inside and (changes_tensors(node) or node_info.is_random(node)):
             continue
         sources = node.all_input_nodes
         graph.erase_node(node)
@@ -525,7 +527,7 @@ def _first_of(inside: Sequence[fx.Node], start: fx.Node) -> fx.Node:
 
 
 def _is_barrier(node: fx.Node) -> bool:
-    return marks.is_mark(node) or node_info.writes(node) or node_info.changes_state(node)
+    return marks.is_mark(node) or changes_tensors(node) or node_info.changes_state(node)
 
 
 def _factor_argument(graph: fx.Graph, number: int, like: fx.Node) -> fx.Node:
@@ -657,5 +659,5 @@ def eliminate_dead_code(graph: fx.Graph) -> None:
     """Erase every unread call that has no other effect than its result."""
     for node in reversed(graph.nodes):
         called = node.op in ("call_function", "call_method")
-        if called and not node.users and node_info.is_pure(node):
+        if called and not node.users and is_pure(node):
             graph.erase_node(node)

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
-from torch._ops import HigherOrderOperator
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 MADE_ANEW = "te_transform_made_anew"  # in node.meta: True if the argument is a copy, not a parameter
@@ -322,23 +321,6 @@ def is_random(node: fx.Node) -> bool:
     """Return True if the node draws random numbers."""
     name, _, _overload = called(node).partition(".")
     return bool(_RANDOM.fullmatch(name.strip("_")))
-
-
-_MAY_DRAW = re.compile(
-    r"scaled_dot_product_attention|multi_head_attention_forward|lstm|gru|rnn_(tanh|relu)"
-    r"|fractional_max_pool\dd(_with_indices)?|(svd|pca)_lowrank"
-)
-
-
-def is_pure(node: fx.Node) -> bool:
-    """Return True if only its result shows that a call ran, so that an unread call can be erased.
-
-    Private functions of PyTorch may change a mode or a tensor under any name.
-    """
-    name, _, _overload = called(node).partition(".")
-    has_effects = any(test(node) for test in (writes, changes_state, is_random, is_foreign))
-    is_unknown = name.startswith("_") or isinstance(node.target, HigherOrderOperator) or value(node) is None
-    return not (has_effects or is_unknown or _MAY_DRAW.fullmatch(name))
 
 
 def is_foreign(node: fx.Node) -> bool:

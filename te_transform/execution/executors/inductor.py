@@ -24,12 +24,14 @@ from te_transform.execution.call_context import CallContext
 from te_transform.execution.console import status
 from te_transform.execution.graph_version import GraphVersion
 from te_transform.execution.lm_head import CompileHead, Head, head_of, with_head
+from te_transform.execution.old_values import checked
 from te_transform.execution.partition import in_pieces
 from te_transform.execution.pieces import Piece, computes
 from te_transform.execution.specializations import Specializations
 from te_transform.execution.specialize import Precomputed, Specialized
 from te_transform.execution.version_checked import VersionChecked
 from te_transform.graph.context import set_to
+from te_transform.graph.effects import changes_tensors
 from te_transform.graph.errors import in_a_line
 from te_transform.graph.marks import marked
 from te_transform.graph.nodes import replaced_function
@@ -47,9 +49,9 @@ _TRACED = {
 
 def compile_fx(*arguments: Any, **options: Any) -> Callable[..., Any]:
     """Call inductor's compile_fx. The import at the first graph takes seconds."""
-    from torch._inductor.compile_fx import compile_fx as inductor
+    from torch._inductor import compile_fx as inductor
 
-    return inductor(*arguments, **options)
+    return inductor.compile_fx(*arguments, inner_compile=checked(inductor.compile_fx_inner), **options)
 
 
 class Inductor:
@@ -141,7 +143,7 @@ def compiled(
             precomputed = {index for index, node in read if "example_value" not in node.meta}
             return VersionChecked(run, precomputed)
 
-        with status(doing), _tracing():
+        with status(doing), _tracing(graph):
             if options.compile not in IN_CUDA_GRAPHS:  # in these, each piece would be a CUDA graph of its own
                 run = in_pieces(graph, arguments, compile, tell, bucket, record)
                 if run is not None or marked(graph.graph):
@@ -165,11 +167,13 @@ def _without_switch(run: Any) -> Callable[..., Any]:
 
 
 @contextmanager
-def _tracing() -> Iterator[None]:
+def _tracing(graph: fx.GraphModule) -> Iterator[None]:
     """Tell ops that they are traced, and leave the transforms of torch.func that a failed trace entered."""
     depth = functorch.get_dynamic_layer_stack_depth()
+    # a graph from AOTAutograd's cache would not be checked, see old_values.py
+    cache = {} if not any(map(changes_tensors, graph.graph.nodes)) else {"enable_autograd_cache": False}
     try:
-        with set_to(compiling, True), functorch_config.patch(**_TRACED):
+        with set_to(compiling, True), functorch_config.patch(**_TRACED, **cache):
             yield
     except Exception:
         with suppress(RuntimeError):  # PyTorch 2.11 raises when it leaves the last transform

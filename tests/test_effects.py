@@ -1,0 +1,169 @@
+"""Calls that update tensors beside their result, such as a batch norm in training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+import te_transform
+from te_transform.graph.effects import updated
+from tests.attacks import WIDTH, Block, Pair, X
+from tests.compilers import Compiler
+from tests.recordings import Recorder
+from tests.zoo import seeded
+
+pytestmark = pytest.mark.usefixtures("at_any_size")
+
+ROWS = torch.arange(X.shape[1])
+Use = Callable[["Model", Tensor], Tensor]
+
+
+class Model(Block):
+    """A block, and what a forward does with statistics and a codebook."""
+
+    def __init__(self, use: Use):
+        super().__init__()
+        self.use, self.batch = use, nn.BatchNorm1d(WIDTH)
+        self.instance = nn.InstanceNorm1d(X.shape[1], affine=True, track_running_stats=True)
+        self.rows = nn.Embedding(X.shape[1], WIDTH, max_norm=1.0)
+        self.register_buffer("codebook", torch.randn(8, WIDTH))
+        nn.init.normal_(self.rows.weight, std=3.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.use(self, super().forward(x))
+
+    @property
+    def statistics(self) -> tuple[Tensor, ...]:
+        batch = self.batch
+        return batch.weight, batch.bias, batch.running_mean, batch.running_var
+
+    def sum_of_rows(self) -> Tensor:
+        """Return what the updates of an embedding change."""
+        return self.rows.weight.sum()
+
+
+def batch_norm(model: Model, y: Tensor) -> Tensor:
+    model.batch(y.flatten(0, 1))
+    return y
+
+
+def equal_calls(model: Model, y: Tensor) -> Tensor:
+    rows = y.flatten(0, 1)
+    return model.batch(rows) + model.batch(rows)
+
+
+def instance_norm(model: Model, y: Tensor) -> Tensor:
+    model.instance(y)
+    return y
+
+
+def of_torch(model: Model, y: Tensor) -> Tensor:
+    torch.batch_norm(y.flatten(0, 1), *model.statistics, True, 0.1, 1e-5, False)
+    return y
+
+
+def native(model: Model, y: Tensor) -> Tensor:
+    torch.native_batch_norm(y.flatten(0, 1), *model.statistics, True, 0.1, 1e-5)
+    return y
+
+
+def aten(model: Model, y: Tensor) -> Tensor:
+    torch.ops.aten.native_batch_norm(y.flatten(0, 1), *model.statistics, True, 0.1, 1e-5)
+    return y
+
+
+def embedding(model: Model, y: Tensor) -> Tensor:
+    model.rows(ROWS)
+    return y + model.sum_of_rows()
+
+
+def bag(model: Model, y: Tensor) -> Tensor:
+    F.embedding_bag(ROWS[:4].view(2, 2), model.rows.weight, max_norm=1.0)
+    return y + model.sum_of_rows()
+
+
+@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize(
+    "use", [batch_norm, equal_calls, instance_norm, of_torch, native, aten, embedding, bag]
+)
+def test_calls_that_update_a_tensor_run(use: Use, compile: bool, compilations: Compiler) -> None:
+    pair = Pair.of(seeded(Model, use), compile=compile)
+    for _ in range(2):
+        pair.agree()
+        state = pair.original.state_dict()
+        torch.testing.assert_close(pair.converted.state_dict(), state)
+    assert te_transform.report(pair.converted).counts["layernorm_mlp"] == 1
+
+
+def test_replays_update_statistics_once(cuda_graphs: Recorder) -> None:
+    """A recording runs a graph several times."""
+    pair = Pair.of(seeded(Model, equal_calls), graphs=True)
+    for _ in range(5):
+        pair.agree()
+        torch.testing.assert_close(pair.converted.state_dict(), pair.original.state_dict())
+    assert cuda_graphs["forward"] > 1
+
+
+def changed_later(model: Model, y: Tensor) -> Tensor:
+    before = model.codebook[0] + 1
+    model.codebook.mul_(0.9)
+    return y * before
+
+
+def changed_by_values(model: Model, y: Tensor) -> Tensor:
+    """Read the nearest rows of a codebook, and move them, as vector quantization does."""
+    rows = y.flatten(0, 1)
+    nearest = torch.cdist(rows.detach(), model.codebook).argmin(-1)
+    chosen = model.codebook[nearest]
+    with torch.no_grad():
+        model.codebook[nearest] = 0.9 * chosen + 0.1 * rows
+    return rows * chosen.sum() + ((rows - chosen) ** 2).mean()
+
+
+def statistics_read(model: Model, y: Tensor) -> Tensor:
+    return model.batch(y.flatten(0, 1)) * model.batch.running_mean
+
+
+@pytest.mark.parametrize(
+    ("use", "is_compiled"), [(changed_later, False), (changed_by_values, True), (statistics_read, False)]
+)
+def test_a_backward_reads_values_before_a_change(use: Use, is_compiled: bool, compilations: Compiler) -> None:
+    """A compiled backward would read the changed ones, unless the forward saves the others."""
+    pair = Pair.of(seeded(Model, use), compile=True)
+    for _ in range(3):
+        pair.agree()
+    said = "its backward needs an argument as it was before the forward changed it"
+    assert is_compiled is not any(said in note for note in te_transform.report(pair.converted).notes)
+
+
+def test_a_change_that_no_backward_reads_is_compiled(compilations: Compiler) -> None:
+    pair = Pair.of(seeded(Model, equal_calls), compile=True)
+    pair.agree()
+    assert compilations
+    assert not [note for note in te_transform.report(pair.converted).notes if "uncompiled" in note]
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments", "indices"),
+    [
+        (F.batch_norm, (0, 1, 2, 3, 4, True), [1, 2]),
+        (F.batch_norm, (0, 1, 2, 3, 4, False), []),
+        (F.batch_norm, (0, 1, 2), []),
+        (F.instance_norm, (0, 1, 2), [1, 2]),
+        (F.instance_norm, (0,), []),
+        (torch.batch_norm, (0, 1, 2, 3, 4, True, 0.1, 1e-5, False), [3, 4]),
+        (torch.ops.aten.native_batch_norm.default, (0, 1, 2, 3, 4, True, 0.1, 1e-5), [3, 4]),
+        (F.embedding, (0, 1), []),
+        (F.embedding, (0, 1, None, 1.0), [1]),
+        (torch.embedding, (0, 1), []),
+    ],
+)
+def test_updated_arguments(function: Callable, arguments: tuple, indices: list[int]) -> None:
+    graph = fx.Graph()
+    nodes = [graph.placeholder(f"x{index}") for index in range(5)]
+    given = [nodes[each] if type(each) is int else each for each in arguments]
+    assert updated(graph.call_function(function, tuple(given))) == [nodes[index] for index in indices]
