@@ -804,6 +804,45 @@ def test_checking_sites_writes_into_nothing_that_the_graph_writes_into() -> None
     assert converted.calls == 1
 
 
+class Effects(OneBatch):
+    """Updates running statistics, and writes to its input; `also` is what the converted model does wrong."""
+
+    def __init__(self, also: Callable[[nn.Module, Tensor], Any] | None = None) -> None:
+        super().__init__()
+        self.batch, self.also = nn.BatchNorm1d(8), also
+
+    def forward(self, x: Tensor) -> Tensor:
+        x.add_(1)
+        out = super().forward(x.clone())
+        self.batch(out.flatten(0, 1))
+        if self.also is not None:
+            self.also(self, x)
+        return out
+
+
+@pytest.mark.parametrize(
+    ("also", "wrong"),
+    [
+        (None, []),
+        (lambda model, x: model.batch.running_mean.add_(1), ["output buffer batch.running_mean"]),
+        (
+            lambda model, x: model.batch.num_batches_tracked.add_(1),
+            ["output buffer batch.num_batches_tracked"],
+        ),
+        (lambda model, x: x.add_(1), ["output written input 0"]),
+    ],
+)
+def test_what_a_forward_updates_is_compared(also: Callable | None, wrong: list[str]) -> None:
+    x = torch.randn(2, 3, 8)
+    model, converted = Effects(), te_transform.convert(Effects(also), x, verify=False)
+    converted.load_state_dict(model.state_dict())
+    result = te_transform.verify(model, converted, x)
+    assert bool(result) is (not wrong)
+    assert list(dict.fromkeys(row.name for row in result.rows if not row.ok)) == wrong
+    assert {"output buffer batch.running_var", "output written input 0"} <= {row.name for row in result.rows}
+    assert not model.batch.num_batches_tracked
+
+
 def test_a_graph_with_the_hook_of_a_tensor_is_checked() -> None:
     class Hooked(OneBatch):
         def forward(self, x: Tensor) -> Tensor:

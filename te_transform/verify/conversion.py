@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from torch import nn
@@ -16,8 +16,9 @@ from te_transform.verify.bisect import Called, bisect_failures, with_observer
 from te_transform.verify.cases import Case, all_rows, failed, rows_of_case
 from te_transform.verify.compare import Contenders
 from te_transform.verify.names import call_uncompiled
+from te_transform.verify.outputs import with_effects
 from te_transform.verify.precision import Recipes
-from te_transform.verify.replay import Subject, original_code
+from te_transform.verify.replay import Context, Subject, original_code
 from te_transform.verify.states import compare_states
 from te_transform.verify.variations import Variation
 from te_transform.verify.verification import Verification
@@ -70,9 +71,9 @@ class Conversion:
     def contenders(self, case: Case) -> Contenders:
         """Return the models to run in this case."""
         return Contenders(
-            Subject.of(self.model, partial(original_code, self.model)),
-            Subject.of(self.converted, partial(without_extensions, self.converted)),
-            Subject.of(self.model, partial(original_code, self.model, double=True)),
+            _subject(self.model, partial(original_code, self.model)),
+            _subject(self.converted, partial(without_extensions, self.converted)),
+            _subject(self.model, partial(original_code, self.model, double=True)),
             partial(self.recipes.emulation, self.model),
             rehearsals=1 if self.recipes.delayed else 0,
             around=self._fresh(case.mode),
@@ -100,3 +101,8 @@ class Conversion:
             if (not guilty or fails(others)) and not fails(()):
                 guilty += bisect_failures(others, fails)
         return guilty
+
+
+def _subject(model: nn.Module, within: Context) -> Subject:
+    """Return the subject of a model, whose outputs include what its forward updates."""
+    return replace(Subject.of(model, within), call=partial(with_effects, model))

@@ -47,22 +47,18 @@ class Outputs:
 
     def of(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> dict[str, Tensor]:
         """Call one of the models, and return its outputs under the names of the first model's."""
-        given = dict(named_tensors((*args, kwargs)))
-        given_before, buffers_before = _copies(given), _copies(_buffers(model))
         with Dropouts() as dropouts:
-            result = model(*args, **kwargs)
+            result, updated, written = _call_noting_updates(model, args, kwargs)
         tensors, held_tensors = dict(named_tensors(result)), dict(held_values(result))
         held_tensors = {name: tensor for name, tensor in held_tensors.items() if name in self.held_names}
         buffers = _buffers(model)
-        updated = _names_of_changed(buffers_before, buffers)
         if not self.dtypes:
             self._note_first(tensors, held_tensors, buffers, updated)
         outputs = self._renamed(tensors) | held_tensors
         if self.autocast:
             outputs = {name: in_dtype(tensor, self.dtypes.get(name)) for name, tensor in outputs.items()}
         outputs |= self._updated_buffers(model, buffers, updated)
-        written = {name: given[name] for name in _names_of_changed(given_before, given)}
-        outputs |= {f"written input {name}": copy for name, copy in _copies(written).items()}
+        outputs |= written
         active = torch.ones((), dtype=torch.bool, device="cpu")
         outputs |= {f"{DROPOUT}{p:g}": active for p in dropouts.probabilities}
         return {name: self.visible(name, tensor) for name, tensor in outputs.items()}
@@ -95,6 +91,25 @@ class Outputs:
             if own in self.updated or (own and name in updated and name in saved):
                 copies[f"{BUFFER}{own}"] = buffer.detach().clone()
         return copies
+
+
+def with_effects(model: nn.Module, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    """Call a model. Return its result under the name "", and what the call updates under names of its own."""
+    result, updated, written = _call_noting_updates(model, args, kwargs)
+    buffers = _buffers(model)
+    return {"": result, **_copies({f"{BUFFER}{name}": buffers[name] for name in updated}), **written}
+
+
+def _call_noting_updates(
+    model: nn.Module, args: tuple, kwargs: dict[str, Any]
+) -> tuple[Any, list[str], dict[str, Tensor]]:
+    """Return the result of a call, the names of the buffers that it updates, and copies of written inputs."""
+    given = dict(named_tensors((*args, kwargs)))
+    given_before, buffers_before = _copies(given), _copies(_buffers(model))
+    result = model(*args, **kwargs)
+    updated = _names_of_changed(buffers_before, _buffers(model))
+    written = {f"written input {name}": given[name] for name in _names_of_changed(given_before, given)}
+    return result, updated, _copies(written)
 
 
 def _copies(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -38,7 +38,8 @@ def verify(
 
     The models run in training mode, in evaluation mode and without gradients, with dropout off. Inputs are
     the example inputs, fresh random values, another batch size and length, and a left-padded batch if the
-    model has an attention_mask.
+    model has an attention_mask. Updated buffers, and inputs that a forward writes to, are compared as
+    outputs.
 
     A converted model: all sites run fused at any size. On the example inputs in training mode, the model also
     runs as outside of verify(), where calls with few tokens run unfused. Effects of torch.compile and CUDA
@@ -47,9 +48,9 @@ def verify(
 
     Any other module: it runs as it is, compiled or quantized. Models in float32 also run under autocast to
     bfloat16. Further cases are a right-padded batch, one longer row, and a call after calls with the other
-    inputs. Updated buffers, inputs that a forward writes to, and probabilities of dropouts are compared as
-    outputs. Outputs at padding are not compared. After a failure, hooks on both models find the first module
-    that differs. A model whose output is the same for all inputs, or has no finite number, is not verified.
+    inputs. Probabilities of dropouts are compared as outputs. Outputs at padding are not compared. After a
+    failure, hooks on both models find the first module that differs. A model whose output is the same for all
+    inputs, or has no finite number, is not verified.
 
     compare.py says what passes. The weights must agree bitwise: if they differ, nothing runs, and the result
     names them.
