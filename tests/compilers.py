@@ -13,11 +13,10 @@ import pytest
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch import Tag, Tensor, fx
 from torch._functorch.aot_autograd import aot_module_simplified
-from torch._inductor.decomposition import decompositions
 from torch.utils._pytree import tree_map_only
 
 from te_transform.execution.executors import inductor
-from te_transform.execution.old_values import checked
+from te_transform.execution.inductor_faults import checked, decompositions
 
 
 class Compiler(list[tuple[fx.GraphModule, dict[str, Any]]]):
@@ -71,7 +70,7 @@ def trace(
     # Without inductor's decompositions, aten's view of a gradient with strides that fake tensors do not
     # predict (attention's on a CPU, with a mask that learns) raises for the original too.
     return aot_module_simplified(
-        graph, arguments, decompositions=decompositions,
+        graph, arguments, decompositions=decompositions(),
         fw_compiler=checked(forward), bw_compiler=backward,
         partition_fn=min_cut_rematerialization_partition, keep_inference_input_mutations=True,
     )  # fmt: skip

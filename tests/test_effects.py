@@ -8,8 +8,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import te_transform
+from te_transform.execution.inductor_faults import decompositions
 from te_transform.graph.effects import updated
 from tests.attacks import WIDTH, Block, Pair, X
 from tests.compilers import Compiler
@@ -114,6 +116,12 @@ def changed_later(model: Model, y: Tensor) -> Tensor:
     return y * before
 
 
+def replaced_later(model: Model, y: Tensor) -> Tensor:
+    before = model.codebook[0] + 1
+    model.codebook.data = model.codebook * 0.9
+    return y * before
+
+
 def changed_by_values(model: Model, y: Tensor) -> Tensor:
     """Read the nearest rows of a codebook, and move them, as vector quantization does."""
     rows = y.flatten(0, 1)
@@ -129,7 +137,8 @@ def statistics_read(model: Model, y: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("use", "is_compiled"), [(changed_later, False), (changed_by_values, True), (statistics_read, False)]
+    ("use", "is_compiled"),
+    [(changed_later, False), (replaced_later, False), (changed_by_values, True), (statistics_read, False)],
 )
 def test_a_backward_reads_values_before_a_change(use: Use, is_compiled: bool, compilations: Compiler) -> None:
     """A compiled backward would read the changed ones, unless the forward saves the others."""
@@ -138,6 +147,30 @@ def test_a_backward_reads_values_before_a_change(use: Use, is_compiled: bool, co
         pair.agree()
     said = "its backward needs an argument as it was before the forward changed it"
     assert is_compiled is not any(said in note for note in te_transform.report(pair.converted).notes)
+
+
+def scaled_product(model: Model, y: Tensor) -> Tensor:
+    """For inductor, the sum of a product and a tensor, whose `alpha` it loses."""
+    return torch.add(y, y @ model.codebook.T @ model.codebook, alpha=0.1)
+
+
+def test_no_sum_with_alpha_is_compiled() -> None:
+    x, y = torch.randn(2, 3), torch.randn(2, 3)
+
+    def sums(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        return torch.add(x, y, alpha=0.1), torch.add(x, y), torch.add(x, 2, alpha=3)
+
+    traced = make_fx(sums, decomposition_table=decompositions())(x, y)
+    assert not [node for node in traced.graph.nodes if "alpha" in node.kwargs]
+    torch.testing.assert_close(traced(x, y), sums(x, y))
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("use", [changed_later, changed_by_values, scaled_product])
+def test_inductor_computes_the_same(use: Use) -> None:
+    pair = Pair.of(seeded(Model, use), compile=True)
+    for _ in range(2):
+        pair.agree()
 
 
 def test_a_change_that_no_backward_reads_is_compiled(compilations: Compiler) -> None:

@@ -23,8 +23,8 @@ from te_transform.backends.tracing import compiling
 from te_transform.execution.call_context import CallContext
 from te_transform.execution.console import status
 from te_transform.execution.graph_version import GraphVersion
+from te_transform.execution.inductor_faults import checked, decompositions
 from te_transform.execution.lm_head import CompileHead, Head, head_of, with_head
-from te_transform.execution.old_values import checked
 from te_transform.execution.partition import in_pieces
 from te_transform.execution.pieces import Piece, computes
 from te_transform.execution.specializations import Specializations
@@ -51,7 +51,11 @@ def compile_fx(*arguments: Any, **options: Any) -> Callable[..., Any]:
     """Call inductor's compile_fx. The import at the first graph takes seconds."""
     from torch._inductor import compile_fx as inductor
 
-    return inductor.compile_fx(*arguments, inner_compile=checked(inductor.compile_fx_inner), **options)
+    options = {
+        "inner_compile": checked(inductor.compile_fx_inner),
+        "decompositions": decompositions(),
+    } | options
+    return inductor.compile_fx(*arguments, **options)
 
 
 class Inductor:
@@ -170,7 +174,7 @@ def _without_switch(run: Any) -> Callable[..., Any]:
 def _tracing(graph: fx.GraphModule) -> Iterator[None]:
     """Tell ops that they are traced, and leave the transforms of torch.func that a failed trace entered."""
     depth = functorch.get_dynamic_layer_stack_depth()
-    # a graph from AOTAutograd's cache would not be checked, see old_values.py
+    # a graph from AOTAutograd's cache would not be checked, see inductor_faults.py
     cache = {} if not any(map(changes_tensors, graph.graph.nodes)) else {"enable_autograd_cache": False}
     try:
         with set_to(compiling, True), functorch_config.patch(**_TRACED, **cache):

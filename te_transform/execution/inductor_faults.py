@@ -1,8 +1,8 @@
-"""Compiled graphs whose backward would read an argument that their forward has changed by then.
+"""Faults of torch.compile, in PyTorch 2.11 to 2.13, that change numbers without an error, and their remedies.
 
-AOTAutograd lets the backward compute values again from the arguments. If the forward changes an argument,
-such as a codebook or running statistics, the backward reads the changed one. PyTorch 2.11 to 2.13 then return
-wrong gradients without an error.
+- AOTAutograd lets the backward compute values again from the arguments. If the forward changes an argument,
+  such as a codebook or running statistics, the backward reads the changed one. Such graphs are not compiled.
+- inductor makes `addmm` of `torch.add(x, a @ b, alpha=c)`, and loses `alpha`. It is multiplied before.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from torch._functorch._aot_autograd.descriptors import (
     SavedForBackwardsNoVcCheckAOTOutput,
 )
 
+_ADD = torch.ops.aten.add.Tensor
+_WRITES_TO_ARGUMENT = (torch.ops.aten.copy_.default, torch.ops.aten.set_.source_Tensor)
 _SAVED = (SavedForBackwardsAOTOutput, SavedForBackwardsNoVcCheckAOTOutput)
 _CHANGED = (
     "its backward needs an argument as it was before the forward changed it, and compiled code would read it "
@@ -47,10 +49,12 @@ def checked(compile: Callable[..., Any]) -> Callable[..., Any]:
 def _changed_before_backward(graph: fx.Graph) -> Iterator[fx.Node]:
     """Yield the values that a forward saves for its backward, and that a write to an argument changes.
 
-    At the end of a functional graph, copy_() writes the new values of an argument. All other nodes in its
-    memory stand for the old values.
+    At the end of a functional graph, copy_() or set_() gives an argument its new values. All other nodes in
+    its memory stand for the old values.
     """
-    writes = graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
+    writes = [
+        node for target in _WRITES_TO_ARGUMENT for node in graph.find_nodes(op="call_function", target=target)
+    ]
     if not writes:
         return
     written, output = {_memory_in_aot(write.args[0]) for write in writes} - {None}, graph.output_node()
@@ -64,3 +68,18 @@ def _memory_in_aot(saved: Any) -> int | None:
     tensor = saved.meta.get("val") if isinstance(saved, fx.Node) else None
     has_storage = isinstance(tensor, Tensor) and tensor.layout is torch.strided
     return tensor.untyped_storage()._cdata if has_storage else None
+
+
+def decompositions() -> dict[Any, Callable[..., Any]]:
+    """Return inductor's decompositions, and one of sums with `alpha`."""
+    from torch._inductor.decomposition import select_decomp_table
+
+    table = select_decomp_table()
+    return {**table, _ADD: functools.partial(_add, table[_ADD])}
+
+
+def _add(own: Callable[..., Any], x: Any, y: Any, *, alpha: Any = None) -> Any:
+    """Return x + alpha * y, without `alpha`, as inductor computes it in one kernel."""
+    if alpha is None or alpha == 1:
+        return own(x, y, alpha=alpha)
+    return torch.add(x, torch.mul(y, alpha))
