@@ -154,19 +154,29 @@ def scaled_product(model: Model, y: Tensor) -> Tensor:
     return torch.add(y, y @ model.codebook.T @ model.codebook, alpha=0.1)
 
 
-def test_no_sum_with_alpha_is_compiled() -> None:
-    x, y = torch.randn(2, 3), torch.randn(2, 3)
+def ones_summed(model: Model, y: Tensor) -> Tensor:
+    """For inductor, a range in int64, which the backward reads as int32."""
+    return y * torch.ones(y.shape[1], dtype=torch.int32).cumsum(0, dtype=torch.int32)[:, None]
 
-    def sums(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
-        return torch.add(x, y, alpha=0.1), torch.add(x, y), torch.add(x, 2, alpha=3)
 
-    traced = make_fx(sums, decomposition_table=decompositions())(x, y)
-    assert not [node for node in traced.graph.nodes if "alpha" in node.kwargs]
-    torch.testing.assert_close(traced(x, y), sums(x, y))
+def test_no_sum_with_keywords_is_compiled() -> None:
+    x, y, ones = torch.randn(2, 3), torch.randn(2, 3), torch.ones(4, dtype=torch.int8)
+
+    def sums(x: Tensor, y: Tensor, ones: Tensor) -> tuple[Tensor, ...]:
+        added = torch.add(x, y, alpha=0.1), torch.add(x, y), torch.add(x, 2, alpha=3)
+        cumulative = ones.cumsum(0), ones.cumsum(0, dtype=torch.int8), ones.cumsum(0, dtype=torch.float64)
+        return *added, *cumulative
+
+    traced = make_fx(sums, decomposition_table=decompositions())(x, y, ones)
+    targets = torch.ops.aten.add.Tensor, torch.ops.aten.cumsum.default
+    found = [node for node in traced.graph.nodes if node.target in targets]
+    assert len(found) == 6
+    assert not any(node.kwargs for node in found)
+    torch.testing.assert_close(traced(x, y, ones), sums(x, y, ones), rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("use", [changed_later, changed_by_values, scaled_product])
+@pytest.mark.parametrize("use", [changed_later, changed_by_values, scaled_product, ones_summed])
 def test_inductor_computes_the_same(use: Use) -> None:
     pair = Pair.of(seeded(Model, use), compile=True)
     for _ in range(2):

@@ -2,7 +2,8 @@
 
 - AOTAutograd lets the backward compute values again from the arguments. If the forward changes an argument,
   such as a codebook or running statistics, the backward reads the changed one. Such graphs are not compiled.
-- inductor makes `addmm` of `torch.add(x, a @ b, alpha=c)`, and loses `alpha`. It is multiplied before.
+- inductor loses keywords: `alpha` of `torch.add(x, a @ b, alpha=c)`, and `dtype` of a cumulative sum
+  of ones. These sums are decomposed.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch._functorch._aot_autograd.descriptors import (
     SavedForBackwardsNoVcCheckAOTOutput,
 )
 
-_ADD = torch.ops.aten.add.Tensor
+_ADD, _CUMSUM = torch.ops.aten.add.Tensor, torch.ops.aten.cumsum.default
 _WRITES_TO_ARGUMENT = (torch.ops.aten.copy_.default, torch.ops.aten.set_.source_Tensor)
 _SAVED = (SavedForBackwardsAOTOutput, SavedForBackwardsNoVcCheckAOTOutput)
 _CHANGED = (
@@ -71,15 +72,21 @@ def _memory_in_aot(saved: Any) -> int | None:
 
 
 def decompositions() -> dict[Any, Callable[..., Any]]:
-    """Return inductor's decompositions, and one of sums with `alpha`."""
+    """Return inductor's decompositions, and those of sums whose keywords it loses."""
     from torch._inductor.decomposition import select_decomp_table
 
     table = select_decomp_table()
-    return {**table, _ADD: functools.partial(_add, table[_ADD])}
+    own = {_ADD: _add, _CUMSUM: _cumsum}
+    return {**table, **{target: functools.partial(ours, table.get(target)) for target, ours in own.items()}}
 
 
 def _add(own: Callable[..., Any], x: Any, y: Any, *, alpha: Any = None) -> Any:
-    """Return x + alpha * y, without `alpha`, as inductor computes it in one kernel."""
-    if alpha is None or alpha == 1:
-        return own(x, y, alpha=alpha)
-    return torch.add(x, torch.mul(y, alpha))
+    """Return x + alpha * y, without `alpha`; inductor computes it in one kernel."""
+    return own(x, y, alpha=alpha) if alpha is None else torch.add(x, torch.mul(y, alpha))
+
+
+def _cumsum(own: Callable[..., Any] | None, x: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Any:
+    """Return a cumulative sum in `dtype`, without the keyword; PyTorch sums integers in int64."""
+    if dtype is not None:
+        return torch.cumsum(x.to(dtype), dim).to(dtype)
+    return NotImplemented if own is None else own(x, dim)
