@@ -51,11 +51,8 @@ def compile_fx(*arguments: Any, **options: Any) -> Callable[..., Any]:
     """Call inductor's compile_fx. The import at the first graph takes seconds."""
     from torch._inductor import compile_fx as inductor
 
-    options = {
-        "inner_compile": checked(inductor.compile_fx_inner),
-        "decompositions": decompositions(),
-    } | options
-    return inductor.compile_fx(*arguments, **options)
+    inner = checked(inductor.compile_fx_inner)
+    return inductor.compile_fx(*arguments, inner_compile=inner, decompositions=decompositions(), **options)
 
 
 class Inductor:
