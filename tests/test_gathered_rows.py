@@ -170,7 +170,7 @@ CASES: dict[str, tuple[Make, Change, Step]] = {
     **{wrap.__name__: (net, wrap, two_forwards) for wrap in (kept, blocks_alone, ranks.sharded_whole)},
 }
 COPIED = {"evaluated_first": (net, ranks.sharded, evaluated_first), "odd": (odd, ranks.sharded, once)}
-ON_FOUR = {"hybrid": (net, ranks.hybrid, two_forwards), "kept_on_two": (net, kept_on_two, two_forwards)}
+ON_MORE = {"hybrid": (net, ranks.hybrid, two_forwards), "kept_on_two": (net, kept_on_two, two_forwards)}
 
 
 def trained(names: Iterable[str]) -> dict[str, list[Trained]]:
@@ -178,7 +178,7 @@ def trained(names: Iterable[str]) -> dict[str, list[Trained]]:
     ranks.install_stand_in()
     found = {}
     for name in names:
-        make, wrap, step = {**CASES, **COPIED, **ON_FOUR}[name]
+        make, wrap, step = {**CASES, **COPIED, **ON_MORE}[name]
         converted = te_transform.convert(make(), x(0), verify=False)
         found[name] = [train(wrap(model), step) for model in (make(), converted)]
     return found
@@ -208,8 +208,9 @@ def test_calls_copy(name: str, found: list[dict[str, list[Trained]]]) -> None:
 
 
 @pytest.mark.integration
-def test_four_ranks(tmp_path: Path) -> None:
-    found = ranks.spawn(trained, 4, tmp_path, ON_FOUR)
+@pytest.mark.parametrize("number", [4, 8])
+def test_more_ranks(number: int, tmp_path: Path) -> None:
+    found = ranks.spawn(trained, number, tmp_path, ON_MORE)
     check(found, "hybrid", is_copied=False)
     check(found, "kept_on_two", is_copied=True)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -224,10 +225,10 @@ class TestOtherCalls:
 
 
 def sharded_twice() -> tuple[list[Any], list[float]]:
-    """The scales of each step and the losses of two ranks of data by two of tensors."""
+    """The scales of each step and the losses of several ranks of data by two of tensors."""
     install_stand_in()
     case = FP8_CASES["llama"]
-    both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    both = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "tp"))
     sample = sample_of(case)
     model = converted("llama", sizes=TWO["llama"])
     te_transform.parallelize(model, both["tp"], sample, sequence_parallel=True)
@@ -238,7 +239,7 @@ def sharded_twice() -> tuple[list[Any], list[float]]:
 
     def steps() -> None:
         for step in range(4):
-            loss = model(**batch(case, 2 * step + both["dp"].get_local_rank())).loss
+            loss = model(**batch(case, both["dp"].size() * step + both["dp"].get_local_rank())).loss
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -251,8 +252,11 @@ def sharded_twice() -> tuple[list[Any], list[float]]:
 class TestBesideFSDP2:
     pytestmark = distributed
 
-    def test_all_ranks_agree(self, tmp_path: Path) -> None:
-        found = spawn(sharded_twice, 4, tmp_path)
+    @pytest.mark.parametrize("ranks", [4, 8])
+    def test_all_ranks_agree(self, ranks: int, tmp_path: Path) -> None:
+        found = spawn(sharded_twice, ranks, tmp_path)
         assert [len(step) for step in found[0][0]] == [0, 8, 16, 16]
         assert all(steps == found[0][0] for steps, _ in found)
-        assert found[0][1] == found[1][1] != found[2][1] == found[3][1]
+        losses = [losses for _, losses in found]
+        assert losses[::2] == losses[1::2]
+        assert len(set(map(tuple, losses))) == ranks // 2
