@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import pytest
@@ -11,10 +12,13 @@ from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import te_transform
+from te_transform.execution.attach import runner_of
 from te_transform.execution.inductor_faults import decompositions
 from te_transform.graph.effects import updated
+from te_transform.training.layer_calls import decide_on_layers
 from tests.attacks import WIDTH, Block, Pair, X
 from tests.compilers import Compiler
+from tests.dropped import Fixed
 from tests.recordings import Recorder
 from tests.zoo import seeded
 
@@ -108,6 +112,45 @@ def test_replays_update_statistics_once(cuda_graphs: Recorder) -> None:
         pair.agree()
         torch.testing.assert_close(pair.converted.state_dict(), pair.original.state_dict())
     assert cuda_graphs["forward"] > 1
+
+
+@pytest.mark.parametrize("compile", [False, True])
+def test_a_dropped_layer_collects_no_statistics(compile: bool, compilations: Compiler) -> None:
+    """The layers' batch norms read what a dropped layer does not compute."""
+    model = seeded(Layers)
+    converted = te_transform.convert(copy.deepcopy(model), X, verify=False, compile=compile)
+    decide_on_layers(converted, runner_of(converted), Fixed({"layers.0": 1.0, "layers.1": None}))
+    for _ in range(2):
+        torch.testing.assert_close(converted(X), model.layers[0](X))
+        torch.testing.assert_close(dict(converted.named_buffers()), dict(model.named_buffers()))
+    assert model.layers[0].mean.any()
+    assert not model.layers[1].mean.any()
+
+
+class Measured(nn.Module):
+    """A layer of a residual stream, and statistics of its branch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("mean", torch.zeros(WIDTH))
+        self.register_buffer("variance", torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(self.norm(x))
+        F.batch_norm(y.flatten(0, 1), self.mean, self.variance, training=True)
+        return x + y
+
+
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Measured(), Measured()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
 
 
 def changed_later(model: Model, y: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ from te_transform.backends.fp8.products import ProductState
 from te_transform.execution.partition import as_leaf
 from te_transform.execution.rerun import autocast_now, call_on_views, gradients_of, trained_among
 from te_transform.graph import edit
+from te_transform.graph.effects import changes_tensors
 from te_transform.graph.nodes import (
     bytes_of,
     changes_state,
@@ -36,7 +37,6 @@ from te_transform.graph.nodes import (
     storages,
     users_of,
     value,
-    writes,
 )
 
 MIN_COLUMNS = 4096  # a linear with fewer columns is not a head
@@ -195,7 +195,7 @@ def head_of(graph: fx.GraphModule, compile: CompileHead | None, *, recorded: boo
     if recorded and given.intersection(storages(reads)):
         return None
     # The head runs last, so no later operation may write or change the mode.
-    if any(node >= nodes[0] and (writes(node) or changes_state(node)) for node in graph.graph.nodes):
+    if any(node >= nodes[0] and (changes_tensors(node) or changes_state(node)) for node in graph.graph.nodes):
         return None
     if _are_copied(graph, heads):
         return None

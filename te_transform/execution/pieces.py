@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, fx
 
 from te_transform.graph import edit
+from te_transform.graph.effects import changes_tensors
 from te_transform.graph.marks import is_mark, marked
-from te_transform.graph.nodes import returned, value, writes
+from te_transform.graph.nodes import returned, value
 
 dropped: ContextVar[frozenset[int]] = ContextVar("dropped", default=frozenset())
 """The layers that this call skips, by their numbers in the graph."""
@@ -154,7 +155,7 @@ def _inner(graph: fx.Graph) -> Mapping[fx.Node, list[fx.Node]]:
         for node in between:
             of_stream |= {node} if of_stream & {*node.all_input_nodes} else set()
         for node in reversed(between):
-            is_read = bool(node.users) or (node in of_stream and writes(node))
+            is_read = bool(node.users) or (node in of_stream and changes_tensors(node))
             if is_read and not {user for user in node.users if user is not ends} - inside:
                 inside.add(node)
         layers[ends] = [node for node in between if node in inside]

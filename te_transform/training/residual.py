@@ -19,6 +19,7 @@ import torch
 from torch import fx
 
 from te_transform.graph import ops
+from te_transform.graph.effects import changes_tensors
 from te_transform.graph.nodes import (
     called,
     changes_state,
@@ -290,9 +291,12 @@ def _branch_operand(node: fx.Node, stream: fx.Node, branch: fx.Node) -> fx.Node 
 
 
 def _nodes_between(start: fx.Node, end: fx.Node) -> set[fx.Node]:
-    """Return the nodes that depend on `start` and that `end` needs, with writes to their values."""
+    """Return the nodes that depend on `start` and that `end` needs, and calls that change or measure them.
+
+    A call that measures them, such as a batch norm whose result nothing reads, updates another tensor.
+    """
     inside: set[fx.Node] = set()
-    writing = [node for node in end.graph.nodes if start < node < end and writes(node)]
+    writing = [node for node in end.graph.nodes if start < node < end and changes_tensors(node)]
     roots = [end]
     while roots:
         for node in sorted(computed_from(roots, lambda node: not node > start)):
@@ -326,7 +330,7 @@ def _why_not_dropped(live: set[fx.Node], start: fx.Node, end: fx.Node, inside: s
 def _live(graph: fx.Graph) -> set[fx.Node]:
     """Return the nodes that the output or a write needs."""
     return computed_from(
-        node for node in graph.nodes if node.op == "output" or writes(node) or changes_state(node)
+        node for node in graph.nodes if node.op == "output" or changes_tensors(node) or changes_state(node)
     )
 
 
