@@ -29,10 +29,18 @@ def is_sole_owner(tensor: Tensor, imported: bool) -> bool:
     if not (imported or storage.resizable()) or _is_sent(storage):
         return False
     del storage
+    return is_held_by_tensors(tensor, 1)
+
+
+def is_held_by_tensors(tensor: Tensor, number: int) -> bool:
+    """Return True if so many tensors hold the memory of `tensor`, itself included, and nothing else does."""
     # PyTorch's versions count references to a storage differently: compare with a new tensor
     with torch.inference_mode(False), torch.enable_grad():
         fresh = torch.empty(1, dtype=torch.float32, device="cpu", requires_grad=tensor.requires_grad)
-        return holders(tensor) == holders(fresh)
+        others = [fresh.detach() for _ in range(number - 1)]
+        is_same = holders(tensor) == holders(fresh)
+    del others  # held until here
+    return is_same
 
 
 def sole_owners_needed(names: Sequence[str]) -> str:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from te_transform.backends.joined import are_alike, note_adjacent
 from te_transform.backends.ranks import fsdp_groups, is_sharded
-from te_transform.backends.storages import holders
+from te_transform.backends.storages import is_held_by_tensors
 
 Rows = tuple[Tensor, ...]
 
@@ -60,16 +60,14 @@ def _fills_at_once(group: Any) -> bool:
 
 
 def _is_movable(member: Any) -> bool:
-    """Return True if FSDP2 gathers a parameter without padding, and alone holds the memory for it."""
+    """Return True if FSDP2 gathers a parameter without padding, and alone holds the memory for it.
+
+    It holds the parameter, and the tensor that it gathers into.
+    """
     outputs, parameter = member.all_gather_outputs, member._unsharded_param
     if not hasattr(type(member), "alloc_all_gather_outputs") or len(outputs) != 1:
         return False
-    if outputs[0].numel() != parameter.numel():
-        return False
-    with torch.inference_mode(False), torch.enable_grad():
-        fresh = torch.empty(1, dtype=torch.float32, device="cpu")
-        like = nn.Parameter(fresh.detach(), requires_grad=parameter.requires_grad)
-        return holders(parameter) == holders(like)
+    return outputs[0].numel() == parameter.numel() and is_held_by_tensors(parameter, 2)
 
 
 def _share_memory(members: Sequence[Any], parameters: Rows) -> None:

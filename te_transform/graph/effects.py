@@ -47,8 +47,9 @@ def updated(node: fx.Node) -> list[fx.Node]:
     if node.op != "call_function" or name not in _UPDATES:
         return []
     switch, names = _UPDATES[name]
-    arguments = {**dict(zip(_parameters(node.target, name), node.args, strict=False)), **node.kwargs}
-    if switch and arguments.get(switch, _default(node.target, switch)) in (None, False):
+    defaults = _defaults(node.target, name)
+    arguments = {**defaults, **dict(zip(defaults, node.args, strict=False)), **node.kwargs}
+    if switch and arguments.get(switch) in (None, False):
         return []
     return [argument for name in names if isinstance(argument := arguments.get(name), fx.Node)]
 
@@ -70,15 +71,10 @@ def is_pure(node: fx.Node) -> bool:
 
 
 @cache
-def _parameters(target: Any, name: str) -> list[str]:
-    """Return the names of a function's arguments by position."""
+def _defaults(target: Any, name: str) -> dict[str, Any]:
+    """Return the default values of a function's arguments, by name and in their order."""
     if isinstance(target, FunctionType):
-        return [*inspect.signature(target).parameters]
+        parameters = inspect.signature(target).parameters
+        return {key: parameter.default for key, parameter in parameters.items()}
     schema = getattr(target, "_schema", None) or getattr(torch.ops.aten, name).default._schema
-    return [argument.name for argument in schema.arguments]
-
-
-def _default(target: Any, switch: str) -> Any:
-    """Return what an argument is if a call leaves it out; operations of PyTorch have no such defaults."""
-    parameters = inspect.signature(target).parameters if isinstance(target, FunctionType) else {}
-    return parameters[switch].default if switch in parameters else None
+    return {argument.name: argument.default_value for argument in schema.arguments}

@@ -172,7 +172,7 @@ def _tracing(graph: fx.GraphModule) -> Iterator[None]:
     """Tell ops that they are traced, and leave the transforms of torch.func that a failed trace entered."""
     depth = functorch.get_dynamic_layer_stack_depth()
     # a graph from AOTAutograd's cache would not be checked, see inductor_faults.py
-    cache = {} if not any(map(changes_tensors, graph.graph.nodes)) else {"enable_autograd_cache": False}
+    cache = {"enable_autograd_cache": False} if any(map(changes_tensors, graph.graph.nodes)) else {}
     try:
         with set_to(compiling, True), functorch_config.patch(**_TRACED, **cache):
             yield
