@@ -173,6 +173,11 @@ RMS_NORMS = {
     "sqrt": lambda m, x: x / torch.sqrt(x.square().mean(-1, True) + 1e-6) * m.w,
     "one over sqrt": lambda m, x: m.w * (x * (1 / (x**2).mean(dim=(-1,), keepdim=True).add(1e-6).sqrt())),
     "pow": lambda m, x: x * (1e-6 + torch.mean(x * x, -1, True)) ** -0.5 * m.w,
+    "a sum over the columns": lambda m, x: m.w * (x * torch.rsqrt(x.square().sum(-1, True) / HIDDEN + 1e-6)),
+    "a sum, times a factor": lambda m, x: m.w * x * (1 / HIDDEN * (x * x).sum(-1, True) + 1e-6).rsqrt(),
+    "a squared length": lambda m, x: (
+        m.w * (x / torch.sqrt(x.norm(2, dim=-1, keepdim=True) ** 2 / x.shape[-1] + 1e-6))
+    ),
 }
 
 
@@ -220,6 +225,15 @@ NOT_RMS_NORMS = {
     "the weight is computed": lambda m, x: x * _inverse(x) * (m.w * 2),
     "a unit vector, of what is not short": lambda m, x: F.normalize(x, dim=-1, eps=1e-4) * HIDDEN**0.5 * m.w,
     "the sum": lambda m, x: x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True) + 1e-6) * m.w,
+    "a sum over another number": lambda m, x: (
+        m.w * (x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True) / (HIDDEN - 1) + 1e-6))
+    ),
+    "a sum over a number, times it": lambda m, x: (
+        x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True) * HIDDEN + 1e-6) * m.w
+    ),
+    "a sum in fp16": lambda m, x: (
+        (y := x.half()) * torch.rsqrt(y.pow(2).sum(-1, keepdim=True) / HIDDEN + 1e-6) * m.w.half()
+    ),
     "a unit vector, of what may be 0": lambda m, x: F.normalize(x, dim=-1, eps=1e-22) * HIDDEN**0.5 * m.w,
     "in fp64": lambda m, x: (x.double() * _inverse(x.double())).to(x.dtype) * m.w,
 }
@@ -236,6 +250,16 @@ NORMALIZE = {
     "lucidrains": (lambda m, x: m.w * HIDDEN**0.5 * F.normalize(x, dim=-1), "w", False),
     "without a scale": (lambda m, x: F.normalize(x, dim=-1) * HIDDEN**0.5, None, False),
     "in fp32": (lambda m, x: (F.normalize(x.float(), dim=-1) * HIDDEN**0.5).to(x.dtype) * m.w, "w", False),
+    "over a length": (
+        lambda m, x: x / x.norm(dim=-1, keepdim=True).clamp(min=1e-12) * HIDDEN**0.5 * m.w,
+        "w",
+        False,
+    ),
+    "by clamp_min": (
+        lambda m, x: x / x.norm(dim=-1, keepdim=True).clamp_min(1e-12) * HIDDEN**0.5 * m.w,
+        "w",
+        False,
+    ),
 }
 
 
@@ -410,6 +434,14 @@ WRITTEN_LAYER_NORMS = {
     ),
     "product": (lambda m, x: (d := _centered(x)) * ((d * d).mean(-1, True) + 1e-6) ** -0.5 * m.w, None),
     "scaled first": (lambda m, x: (m.w * _centered(x)) * (x.var(-1, False, True) + 1e-6).rsqrt() + m.b, "b"),
+    "sums": (
+        lambda m, x: (
+            m.w
+            * (d := x - x.sum(-1, True) / HIDDEN)
+            * torch.rsqrt((d * d).sum(-1, keepdim=True) / HIDDEN + 1e-6)
+        ),
+        None,
+    ),
 }
 
 

@@ -16,6 +16,7 @@ from te_transform.graph.nodes import (
     dtype_of,
     is_model_tensor,
     is_narrower,
+    is_number,
     is_tensor_node,
     is_wider,
     same_shape,
@@ -119,7 +120,22 @@ def _normalizes_last(match: Match) -> bool:
     named = (named,) if isinstance(named, int) else named
     # a node here is a whole tuple of sizes, at least one of them unknown to dynamo
     sized = isinstance(named, (tuple, list)) and all(isinstance(size, (int, torch.SymInt)) for size in named)
-    return sized and same_shape(named, width) and (weight is None or same_shape(shape_of(weight), width))
+    fits = sized and same_shape(named, width) and (weight is None or same_shape(shape_of(weight), width))
+    return fits and _averages_columns(match)
+
+
+def _averages_columns(match: Match) -> bool:
+    """Return True if each sum in place of a mean is divided by the number of columns, and not in fp16.
+
+    Sums overflow in fp16.
+    """
+    bound, columns = match.bound, shape_of(match.bound["x"])[-1]
+    if not bound.keys() & {"columns", "share"}:
+        return True
+    if not isinstance(columns, int) or any(dtype_of(node) is torch.float16 for node in match.nodes):
+        return False
+    by_number = math.isclose(bound.get("columns", columns), columns)
+    return by_number and math.isclose(bound.get("share", 1 / columns) * columns, 1)
 
 
 def _norm_keeps_dtype(match: Match) -> bool:
@@ -140,8 +156,15 @@ _NAMED = OneOf(_NO_WEIGHT, _GAMMA, Var("weight", _is_any_vector))  # as an argum
 _SHAPE, _ANY_EPS = Var("shape"), Var("eps")
 
 
-def _mean_of_columns(value: Pattern) -> Call:
-    return Call(torch.mean, _cast(value), -1, True)
+def _average(total: Pattern) -> Pattern:
+    """Return the pattern of a sum over columns that is divided by their number."""
+    by_number = Call(torch.div, total, Var("columns", is_number))
+    return OneOf(by_number, Call(torch.mul, total, Var("share", is_number), commute=True))
+
+
+def _mean_of_columns(value: Pattern) -> Pattern:
+    value = _cast(value)
+    return OneOf(Call(torch.mean, value, -1, True), _average(Call(torch.sum, value, -1, True)))
 
 
 def _square(value: Pattern) -> Pattern:
@@ -170,7 +193,8 @@ def _normalized(x: Pattern, variance: Pattern) -> Pattern:
 
 
 _RMS_NORM = Call(F.rms_norm, _X, _SHAPE, _NAMED, _ANY_EPS)
-_WRITTEN_RMS_NORM = _normalized(_X, _mean_of_columns(_square(_X)))
+_LENGTH = _cast(Call(torch.linalg.vector_norm, _X, 2, -1, True))
+_WRITTEN_RMS_NORM = _normalized(_X, OneOf(_mean_of_columns(_square(_X)), _average(_square(_LENGTH))))
 
 _CENTERED = Call(torch.sub, _X, _mean_of_columns(_X))
 _VARIANCE = OneOf(_mean_of_columns(_square(_cast(_CENTERED))), Call(torch.var, _X, -1, False, True))
@@ -183,8 +207,13 @@ _SHIFTED = Call(
 )
 
 _SCALED_RMS_NORM = AnyOrder(torch.mul, _cast(Call(F.rms_norm, _X, _SHAPE, None, _ANY_EPS)), _GAMMA)
-_LENGTH = _cast(Call(torch.linalg.vector_norm, _X, 2, -1, True))
-_UNIT = _cast(OneOf(Call(F.normalize, _X, 2, -1, Var("least", _is_epsilon)), Call(torch.div, _X, _LENGTH)))
+_LEAST = Var("least", _is_epsilon)
+_NOT_SHORT = Call(torch.clamp, _LENGTH, _LEAST, None)
+_UNIT = _cast(
+    OneOf(
+        Call(F.normalize, _X, 2, -1, _LEAST), *(Call(torch.div, _X, each) for each in (_LENGTH, _NOT_SHORT))
+    )
+)
 _FACTOR = Var("factor", lambda value: type(value) is float)
 _UNIT_RMS_NORM = OneOf(
     AnyOrder(torch.mul, _UNIT, _FACTOR, _GAMMA),

@@ -280,6 +280,7 @@ SPELLINGS: dict[str, Callable[..., tuple | None]] = {
     "sum": lambda input, dim, keepdim=False: (torch.sum, (input, back(input, dim), keepdim)),
     "clamp": lambda input, min=None, max=None: (torch.clamp, (input, min, max)),
     "clip": lambda input, min=None, max=None: (torch.clamp, (input, min, max)),
+    "clamp_min": lambda input, min: (torch.clamp, (input, min, None)),
     "max": _along_one(torch.max),
     "amax": _along_one(torch.amax),
     "logsumexp": _along_one(torch.logsumexp),
