@@ -471,12 +471,6 @@ NOT_ATTENTIONS = {
     "a width that is broadcast": lambda m, q, k, v, mask: (
         torch.einsum("bhqd,bhkd->bhqk", q, k[..., :1]).softmax(-1) @ v
     ),
-    "a sink beside scores that are filled": lambda m, q, k, v, mask: (
-        torch.cat((scores(q, k).masked_fill(~mask, -1e4), m.scale[None].expand(*q.shape[:3], 1)), -1).softmax(
-            -1
-        )[..., :-1]
-        @ v
-    ),
     "scores in 16 bits": lambda m, q, k, v, mask: scores(q, k).bfloat16().float().softmax(-1) @ v,
     "the mask is the larger": lambda m, q, k, v, mask: (scores(q[:1], k[:1]) + m.bias).softmax(-1) @ v,
 }

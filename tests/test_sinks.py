@@ -35,7 +35,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         query, key, value = self.qkv(x).view(*x.shape[:-1], 3, 2, 4).permute(2, 0, 3, 1, 4)
-        scores = query @ key.transpose(-1, -2) * 0.5 + mask
+        scores = self.masked(query @ key.transpose(-1, -2) * 0.5, mask)
         if "attended" in self.otherwise:
             return self.otherwise["attended"](self, scores, value).transpose(1, 2).flatten(2)
         beside = self.otherwise.get("beside", lambda it, x: it.sinks.reshape(1, -1, 1, 1))(self, x)
@@ -43,6 +43,9 @@ class Attention(nn.Module):
         logits = self.otherwise.get("shifted", shifted)(logits)
         weights = self.otherwise.get("dropped", lambda weights: weights[..., :-1])(logits.softmax(-1))
         return (weights @ value).transpose(1, 2).flatten(2)
+
+    def masked(self, scores: Tensor, mask: Tensor) -> Tensor:
+        return self.otherwise["masked"](scores, mask) if "masked" in self.otherwise else scores + mask
 
 
 def shifted(logits: Tensor) -> Tensor:
@@ -72,6 +75,10 @@ SAME = {
     "as Granite": {"attended": by_share},
     "a shift alone": {"attended": without_sinks},
     "narrow": {"dropped": lambda weights: weights.narrow(-1, 0, weights.shape[-1] - 1)},
+    "filled": {"masked": lambda scores, mask: scores.masked_fill(mask < 0, -torch.inf)},
+    "filled with the least number": {
+        "masked": lambda scores, mask: torch.where(mask < 0, torch.finfo(scores.dtype).min, scores)
+    },
 }
 OTHER = {
     "the first column is dropped": {"dropped": lambda weights: weights[..., 1:]},
@@ -87,6 +94,8 @@ OTHER = {
             (scores - (2 * scores).amax(-1, keepdim=True)).softmax(-1) @ value
         )
     },
+    "filled with -5": {"masked": lambda scores, mask: scores.masked_fill(mask < 0, -5)},
+    "filled, beside numbers": {"masked": lambda scores, mask: (scores + mask).masked_fill(mask < 0, -1e9)},
     "the smallest": {"shifted": lambda logits: logits - logits.min(dim=-1, keepdim=True).values},
 }
 
@@ -98,6 +107,17 @@ def test_sinks_are_recognized(name: str, te: ModuleType) -> None:
     converted = te_transform.convert(model, sample(), backend="te", verify=False)
     te_transform.report(converted).expect(attention=1)
     assert te_transform.verify(model, converted, sample(9))
+
+
+@pytest.mark.parametrize("name", ["filled", "filled with the least number"])
+@pytest.mark.usefixtures("as_given")
+def test_a_query_of_filled_scores_alone_gets_zeros(name: str, te: ModuleType) -> None:
+    model, given = Attention(**SAME[name]), sample()
+    given["mask"][2] = torch.finfo(torch.float32).min
+    converted = te_transform.convert(model, given, backend="te", verify=False)
+    te_transform.report(converted).expect(attention=1)
+    assert te_transform.verify(model, converted, given)
+    assert not converted(**given)[:, 2].any()
 
 
 @pytest.mark.parametrize("name", OTHER)

@@ -369,11 +369,12 @@ def _filled_scores(
 ) -> _Masking | None:
     """Return how the op masks the keys whose scores are filled with a number, or None if it cannot."""
     fill, later = _scaled_fill(bound, _factor(bound, "masked")), bound.get("later")
-    # a fully hidden row would give its whole probability to the sink
-    if "sinks" in bound or fill is None:
+    if fill is None or not fill <= (HIDES if later is None else ABSORBS):
         return None
-    if not fill <= (HIDES if later is None else ABSORBS) or (hidden := _hidden(lift, bound)) is None:
+    if (hidden := _hidden(lift, bound)) is None:
         return None
+    if "sinks" in bound:  # a row that hides all keys gives its whole probability to the sink
+        return _Masking(query, lift.negate(hidden)) if bias is None and later is None else None
     if "emptied" in bound:  # rows of -inf would be NaN before they are emptied
         fill = max(fill, torch.finfo(torch.float32).min)
     if later is not None:
