@@ -202,6 +202,66 @@ def ones_summed(model: Model, y: Tensor) -> Tensor:
     return y * torch.ones(y.shape[1], dtype=torch.int32).cumsum(0, dtype=torch.int32)[:, None]
 
 
+def masked_later(model: Model, y: Tensor) -> Tensor:
+    """For inductor, a write to the scores, which the first softmax reads later."""
+    scores = y @ y.mT
+    turned, masked = scores.mT.softmax(-1), scores.clone()
+    masked[ROWS[:2, None] > ROWS - 2] = 0.5
+    return turned + masked
+
+
+def moved_rows(model: Model, y: Tensor) -> Tensor:
+    """For inductor, a write to the scores, whose values are a view of the scores."""
+    scores = y @ model.codebook.T
+    return scores.index_copy(1, ROWS[1::3], scores[:, :2])
+
+
+def not_a_number(model: Model, y: Tensor) -> Tensor:
+    """For inductor, zero."""
+    return y + (model.codebook[0] / 0 - torch.inf) * 0
+
+
+def written_behind_dropout(model: Model, y: Tensor) -> Tensor:
+    """For AOTAutograd, a write to a copy."""
+    dropped = F.dropout(y, 0.5, training=False)
+    dropped += model.codebook[0]
+    F.dropout(y, p=0.0).mul_(2)
+    return y * 3
+
+
+def test_a_write_behind_an_idle_dropout_changes_its_argument(compilations: Compiler) -> None:
+    pair = Pair.of(seeded(Model, written_behind_dropout), compile=True)
+    pair.agree()
+    assert compilations
+
+
+@pytest.mark.integration
+def test_outputs_of_inductor_share_no_memory() -> None:
+    def added(model: Model, y: Tensor) -> tuple[Tensor, Tensor]:
+        return y, y + torch.zeros_like(y)
+
+    def change_one(model: nn.Module, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            y, other = model(x)
+        y.zero_()
+        return other
+
+    Pair.of(seeded(Model, added), compile=True).agree(change_one)
+
+
+def test_numbers_behind_masks_are_not_written_in_place() -> None:
+    x, mask, number = torch.randn(2, 3), torch.tensor([True, False]), torch.tensor([0.5])
+
+    def put(x: Tensor, mask: Tensor, number: Tensor) -> tuple[Tensor, ...]:
+        masked = x.index_put((mask,), number), x.index_put((mask,), number[0], accumulate=True)
+        return *masked, x.index_put((mask.long(),), number), x.index_put((mask,), x[:1])
+
+    traced = make_fx(put, decomposition_table=decompositions())(x, mask, number)
+    left = traced.graph.find_nodes(op="call_function", target=torch.ops.aten.index_put.default)
+    assert len(left) == 2
+    torch.testing.assert_close(traced(x, mask, number), put(x, mask, number))
+
+
 def test_no_sum_with_keywords_is_compiled() -> None:
     x, y, ones = torch.randn(2, 3), torch.randn(2, 3), torch.ones(4, dtype=torch.int8)
 
@@ -219,7 +279,11 @@ def test_no_sum_with_keywords_is_compiled() -> None:
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("use", [changed_later, changed_by_values, scaled_product, ones_summed])
+@pytest.mark.parametrize(
+    "use",
+    [changed_later, changed_by_values, scaled_product, ones_summed, masked_later, moved_rows,
+     not_a_number, written_behind_dropout],
+)  # fmt: skip
 def test_inductor_computes_the_same(use: Use) -> None:
     pair = Pair.of(seeded(Model, use), compile=True)
     for _ in range(2):

@@ -23,7 +23,12 @@ from te_transform.backends.tracing import compiling
 from te_transform.execution.call_context import CallContext
 from te_transform.execution.console import status
 from te_transform.execution.graph_version import GraphVersion
-from te_transform.execution.inductor_faults import checked, decompositions
+from te_transform.execution.inductor_faults import (
+    EXACT_SETTINGS,
+    checked,
+    decompositions,
+    leave_out_idle_dropouts,
+)
 from te_transform.execution.lm_head import CompileHead, Head, head_of, with_head
 from te_transform.execution.partition import in_pieces
 from te_transform.execution.pieces import Piece, computes
@@ -47,12 +52,14 @@ _TRACED = {
 }
 
 
-def compile_fx(*arguments: Any, **options: Any) -> Callable[..., Any]:
+def compile_fx(
+    graph: fx.GraphModule, arguments: Sequence[Any], config_patches: dict[str, Any]
+) -> Callable[..., Any]:
     """Call inductor's compile_fx. The import at the first graph takes seconds."""
     from torch._inductor import compile_fx as inductor
 
-    inner = checked(inductor.compile_fx_inner)
-    return inductor.compile_fx(*arguments, inner_compile=inner, decompositions=decompositions(), **options)
+    inner, settings = checked(inductor.compile_fx_inner), config_patches | EXACT_SETTINGS
+    return inductor.compile_fx(graph, arguments, inner, settings, decompositions())
 
 
 class Inductor:
@@ -133,6 +140,7 @@ def compiled(
     # does not have such nodes.
     if all(hasattr(node, "_dynamo_source") for node in graph.graph.find_nodes(op="placeholder")):
         graph.meta["dynamo_compile_id"], graph._param_name_to_source = None, {}
+    leave_out_idle_dropouts(graph.graph)
     doing = f"compiling a graph of {len(graph.graph.nodes)} operations"
     log.info(doing)
     try:
