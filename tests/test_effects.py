@@ -221,6 +221,11 @@ def not_a_number(model: Model, y: Tensor) -> Tensor:
     return y + (model.codebook[0] / 0 - torch.inf) * 0
 
 
+def rounded_down(model: Model, y: Tensor) -> Tensor:
+    """For inductor, 7 for the element 0.7."""
+    return y + torch.arange(y.shape[-1]) / 10 // 0.1
+
+
 def written_behind_dropout(model: Model, y: Tensor) -> Tensor:
     """For AOTAutograd, a write to a copy."""
     dropped = F.dropout(y, 0.5, training=False)
@@ -262,6 +267,19 @@ def test_numbers_behind_masks_are_not_written_in_place() -> None:
     torch.testing.assert_close(traced(x, mask, number), put(x, mask, number))
 
 
+def test_quotients_are_rounded_down_as_in_python() -> None:
+    x = torch.tensor([1.0, 0.3, 0.6, 0.7, -1.0, -0.7, 5.0, 0.0, 7.5, torch.inf, torch.nan])
+    y = torch.tensor([[0.1], [-0.3], [2.0], [0.0]])
+
+    def divide(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        floats = x // y, x // 0.1, x // 0, 0.7 // y, x.double() // y, x.bfloat16() // 0.1
+        numbers = x.nan_to_num(posinf=9).mul(10).long()
+        return *floats, numbers // 0.3, numbers // -3, numbers // 2, torch.div(x, y, rounding_mode="trunc")
+
+    traced = make_fx(divide, decomposition_table=decompositions())(x, y)
+    torch.testing.assert_close(traced(x, y), divide(x, y), equal_nan=True, rtol=0, atol=0)
+
+
 def test_no_sum_with_keywords_is_compiled() -> None:
     x, y, ones = torch.randn(2, 3), torch.randn(2, 3), torch.ones(4, dtype=torch.int8)
 
@@ -282,7 +300,7 @@ def test_no_sum_with_keywords_is_compiled() -> None:
 @pytest.mark.parametrize(
     "use",
     [changed_later, changed_by_values, scaled_product, ones_summed, masked_later, moved_rows,
-     not_a_number, written_behind_dropout],
+     not_a_number, rounded_down, written_behind_dropout],
 )  # fmt: skip
 def test_inductor_computes_the_same(use: Use) -> None:
     pair = Pair.of(seeded(Model, use), compile=True)

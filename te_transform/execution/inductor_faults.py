@@ -6,6 +6,8 @@
   write in place to its result changes the argument. These dropouts are left out of the graph.
 - inductor loses keywords: `alpha` of `torch.add(x, a @ b, alpha=c)`, and `dtype` of a cumulative sum
   of ones. These sums are decomposed.
+- inductor rounds a quotient twice: `1.0 // 0.1` is 10 there, and 9 in Python and PyTorch. This division is
+  decomposed.
 - inductor writes `x[mask] = number` in place of x, and views of x that are read later see the new numbers.
   This write is decomposed.
 - inductor writes `x[index] = values` in place of x, too, while values may be a view of x. Such values are
@@ -17,6 +19,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -35,7 +38,7 @@ from te_transform.graph.dynamo_patches import around, patched
 EXACT_SETTINGS = {"joint_graph_constant_folding": False}  # of inductor
 
 _ADD, _CUMSUM = torch.ops.aten.add.Tensor, torch.ops.aten.cumsum.default
-_INDEX_PUT = torch.ops.aten.index_put.default
+_INDEX_PUT, _DIVIDE = torch.ops.aten.index_put.default, torch.ops.aten.div.Tensor_mode
 _DROPOUTS = (F.dropout, torch.dropout, ops.dropout)
 _WRITES_TO_ARGUMENT = (torch.ops.aten.copy_.default, torch.ops.aten.set_.source_Tensor)
 _SAVED = (SavedForBackwardsAOTOutput, SavedForBackwardsNoVcCheckAOTOutput)
@@ -108,7 +111,7 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
     from torch._inductor.decomposition import select_decomp_table
 
     table = select_decomp_table()
-    own = {_ADD: _add, _CUMSUM: _cumsum, _INDEX_PUT: _index_put}
+    own = {_ADD: _add, _CUMSUM: _cumsum, _DIVIDE: _divide, _INDEX_PUT: _index_put}
     return {**table, **{target: functools.partial(ours, table.get(target)) for target, ours in own.items()}}
 
 
@@ -122,6 +125,17 @@ def _cumsum(own: Callable[..., Any] | None, x: Tensor, dim: int, *, dtype: torch
     if dtype is not None:
         return torch.cumsum(x.to(dtype), dim).to(dtype)
     return NotImplemented if own is None else own(x, dim)
+
+
+def _divide(own: Callable[..., Any] | None, x: Any, y: Any, *, rounding_mode: str | None = None) -> Any:
+    """Return the quotient. If floats are rounded down, the remainder is subtracted first, as in Python."""
+    if rounding_mode != "floor" or not torch.result_type(x, y).is_floating_point:
+        return NotImplemented if own is None else own(x, y, rounding_mode=rounding_mode)
+    once = ((x - torch.remainder(x, y)) / y).round()
+    twice = torch.floor(x / y)  # for a divisor of 0 or infinity, by which there is no remainder
+    if isinstance(y, Tensor):
+        return torch.where((y == 0) | torch.isinf(y), twice, once)
+    return once if y and math.isfinite(y) else twice
 
 
 def _index_put(
