@@ -15,6 +15,7 @@ from inspect import isfunction
 from types import FunctionType
 from typing import Any
 
+from torch._dynamo import variables
 from torch._dynamo.variables import UserMethodVariable
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.user_defined import UserDefinedClassVariable, UserDefinedObjectVariable
@@ -25,7 +26,8 @@ from te_transform.graph.dynamo_patches import IS_2_13, Patch, around, call_after
 from te_transform.graph.lambda_guards import add_guard, notes_of_capture, while_unchanged
 
 _MISSING = object()
-_TRUE_BY_VALUE = (set, frozenset, OrderedDict, int, float, complex, str, bytes)  # dynamo asks the base class
+# dynamo asks the base class, and folds the truth of classes and enums
+_TRUE_BY_VALUE = (set, frozenset, OrderedDict, int, float, complex, str, bytes, type, enum.Enum)
 _CODE_OF, _MRO_OF = operator.attrgetter("__code__"), operator.attrgetter("__mro__")
 _DEFAULTS_OF, _KEYWORDS_OF = operator.attrgetter("__defaults__"), operator.attrgetter("__kwdefaults__")
 
@@ -34,7 +36,9 @@ def class_patches() -> Iterator[Patch]:
     """Yield the dynamo methods that read a class or construct its objects, with their wrappers."""
     for tracker in (UserDefinedClassVariable, UserDefinedObjectVariable):
         yield tracker, "__init__", call_after(_guard_special_methods)
-    yield UserDefinedObjectVariable, "__init__", call_after(_check_truth)
+        yield tracker, "__init__", call_after(_check_truth)
+    if not IS_2_13:
+        yield variables.EnumVariable, "__init__", call_after(_check_truth)
     yield UserDefinedClassVariable, "call_function", call_before(_check_construction)
     if not IS_2_13:
         yield UserDefinedObjectVariable, "var_getattr", around(_truth_by_length)
@@ -64,7 +68,7 @@ def _check_construction(variable: Any, *_: Any, **__: Any) -> None:
 
 
 def _check_truth(_: Any, value: Any, *__: Any, **___: Any) -> None:
-    """Leave a set or a constant whose class defines `__bool__` to the user's own code.
+    """Leave a set, a constant, an enum or a class whose class defines `__bool__` to the user's own code.
 
     Dynamo does not call the method.
     """

@@ -64,9 +64,15 @@ def _compare_all_items(
     if not search.is_python_constant() or is_contained.as_python_constant():
         return is_contained
     for item in items:
-        if _may_equal(item, search.as_python_constant()):
+        if _is_compared_by_code(item, search) or _may_equal(item, search.as_python_constant()):
             is_contained = _or(tx, is_contained, _equals(tx, item, search))
     return is_contained
+
+
+def _is_compared_by_code(*compared: VariableTracker) -> bool:
+    """Return True if the class of one of them, such as an enum, defines `__eq__` in Python."""
+    values = [variable.value for variable in compared if isinstance(variable, UserDefinedObjectVariable)]
+    return any(isfunction(type(value).__eq__) for value in values)
 
 
 def _may_equal(item: VariableTracker, constant: Any) -> bool:

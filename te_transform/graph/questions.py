@@ -23,7 +23,7 @@ import inspect
 import random
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
-from types import MemberDescriptorType
+from types import MemberDescriptorType, ModuleType
 from typing import Any, get_args
 
 import torch
@@ -52,6 +52,7 @@ from torch._dynamo.variables.user_defined import (
 )
 from torch._guards import Guard, Source, TracingContext
 
+from te_transform.graph.attribute_errors import attribute_patches, check_method
 from te_transform.graph.built_guards import built_patches
 from te_transform.graph.class_guards import (
     class_patches,
@@ -60,6 +61,7 @@ from te_transform.graph.class_guards import (
     guard_missing_name,
     has_users_class,
 )
+from te_transform.graph.class_operators import defines_text, makes_text, operands, operator_patches
 from te_transform.graph.dynamo_patches import (
     IS_2_13,
     Patch,
@@ -179,7 +181,9 @@ def _question(ask: functools.partial[Hashable], name: str) -> str:
 
 
 def _has_attribute(value: Any, key: str) -> bool:
-    """Return True if attribute lookup finds `key` on an object; do not run user code."""
+    """Return True if attribute lookup finds `key` on an object; do not run user code except of a module."""
+    if isinstance(value, ModuleType):  # a module may define __getattr__
+        return hasattr(value, key)
     if any(key in home for home in _dicts_of(value).values()):
         return True
     mro = classes_of(value)
@@ -232,6 +236,10 @@ def _value_of_attribute(value: Any, key: str) -> Hashable:
     return getattr(value, key)
 
 
+def _texts_of(value: Any) -> Hashable:
+    return str(value), repr(value), format(value)
+
+
 def _random_state(generator: random.Random) -> Hashable:
     return generator.getstate()
 
@@ -282,9 +290,11 @@ def _patches() -> Iterator[Patch]:
     yield functions.PolyfilledFunctionVariable, "call_function", call_before(_guard_polyfill)
     yield misc.RandomVariable, "call_method", call_before(_guard_random_state)
     yield BuiltinVariable, "call_function", around(_asked_of_classes)
+    yield BuiltinVariable, "call_function", call_before(_guard_texts)
+    yield UserDefinedClassVariable, "call_function", call_before(_guard_enum_lookup)
     for patches in (
         class_patches, identity_patches, name_patches, numpy_patches, write_patches, key_patches,
-        built_patches, hook_patches, container_patches,
+        built_patches, hook_patches, container_patches, operator_patches, attribute_patches,
     ):  # fmt: skip
         yield from patches()
     if IS_2_13:
@@ -307,6 +317,7 @@ def _attribute_lookup(own: Callable[..., Any], self: VariableTracker, tx: Any, n
         attribute = own(self, tx, name)
     except ObservedAttributeError:
         _guard_attribute(self, name)
+        check_method(self, name)
         raise
     if isinstance(self, UserDefinedVariable) and has_users_class(self):
         guard_class_attribute(self.value, name)
@@ -361,7 +372,8 @@ def _guard_attribute(variable: VariableTracker, name: str) -> None:
     if source is None:
         return
     homes = _dicts_of(value)
-    if value is None or any(name in home for home in homes.values()) or not guard_missing_name(value, name):
+    is_found = any(name in home for home in homes.values())
+    if value is None or is_found or isinstance(value, ModuleType) or not guard_missing_name(value, name):
         _guard(variable, _has_attribute, key=name)
         return
     _guard(variable, _holds_name, key=name)
@@ -477,6 +489,24 @@ def _guard_polyfill(self: Any, tx: Any, args: Any, kwargs: Any) -> None:
     by_inspect = tx.f_code.co_filename == inspect.__file__
     if self.can_constant_fold_through() and not args and not kwargs and not by_inspect:
         _guard_process(self.wrapped_fn)
+
+
+def _guard_texts(self: Any, _: Any, args: list[VariableTracker], kwargs: Any) -> None:
+    """Guard the text of an enum member if Python code computes it, because dynamo folds the text."""
+    if makes_text(self.fn):
+        for given, value in operands(args):
+            if isinstance(value, enum.Enum) and defines_text(type(value)):
+                _guard(given, _texts_of)
+
+
+def _guard_enum_lookup(self: Any, _: Any, args: list[VariableTracker], kwargs: Any) -> None:
+    """Guard the enum member that `_missing_` of a class returns, because dynamo folds the call."""
+    kind = self.value
+    if not isinstance(kind, enum.EnumMeta) or len(args) != 1 or kwargs or not args[0].is_python_constant():
+        return
+    value = args[0].as_python_constant()
+    if inspect.isfunction(kind._missing_.__func__) and value not in kind._value2member_map_:
+        _guard_process(kind, (value,))
 
 
 def _guard_function_name(self: Any, _: Any, args: Any, kwargs: Any) -> None:

@@ -1,0 +1,92 @@
+"""Operators that Python code of a metaclass defines, and that dynamo folds without a guard.
+
+Dynamo computes `Registry["gelu"]`, `len(Registry)` or `One | Other` while it traces.
+"""
+
+from __future__ import annotations
+
+import enum
+import operator
+from collections.abc import Iterable, Iterator
+from inspect import getattr_static, isfunction
+from typing import Any
+
+from torch._dynamo import variables
+from torch._dynamo.variables import BaseListVariable, BuiltinVariable, LazyVariableTracker
+from torch._dynamo.variables.base import VariableTracker
+from torch._dynamo.variables.user_defined import UserDefinedVariable
+
+from te_transform.graph.dynamo_patches import IS_2_13, Patch, call_before, leave_to_user
+
+_HAVE_VALUES = UserDefinedVariable if IS_2_13 else (UserDefinedVariable, variables.EnumVariable)
+_TEXT_METHODS = frozenset(("__str__", "__repr__", "__format__"))
+_MAKE_TEXT = (str, repr, format, str.format, operator.mod)
+_BINARY = frozenset(name for name in vars(operator) if name.startswith("__")) - {"__call__", "__not__"}
+_CONVERSIONS = frozenset((
+    "__bool__", "__complex__", "__divmod__", "__float__", "__hash__", "__int__", "__iter__", "__len__",
+    "__next__", "__rdivmod__", "__reversed__", "__round__",
+))  # fmt: skip
+_OPERATORS = _BINARY | _CONVERSIONS | frozenset(f"__r{name[2:]}" for name in _BINARY)
+# functions that call no operator of a class
+_ASK_CLASSES = (
+    isinstance, issubclass, type, getattr, hasattr, setattr, delattr, callable, id, super, operator.is_,
+    operator.is_not,
+)  # fmt: skip
+
+
+def operator_patches() -> Iterator[Patch]:
+    """Yield the dynamo method that calls built-in functions, with its wrapper."""
+    yield BuiltinVariable, "call_function", call_before(_check_classes)
+
+
+def operands(args: Iterable[VariableTracker]) -> Iterator[tuple[VariableTracker, Any]]:
+    """Yield the arguments of a function, and the items of lists and tuples among them, with their values.
+
+    The value is None if it is no class and no object of a user's class.
+    """
+    for each in args:
+        if isinstance(each, LazyVariableTracker) and not each.is_realized():
+            yield each, each.original_value()
+            continue
+        variable = each.realize()
+        for item in (variable, *(variable.items if isinstance(variable, BaseListVariable) else ())):
+            yield item, item.value if isinstance(item, _HAVE_VALUES) else None
+
+
+def makes_text(function: Any) -> bool:
+    """Return True if a built-in function calls `__str__`, `__repr__` or `__format__` of its arguments."""
+    return any(function is each for each in _MAKE_TEXT)
+
+
+def defines_text(kind: type) -> bool:
+    """Return True if Python code outside of the enum module defines the texts of a class."""
+    methods = (getattr(kind, name, None) for name in _TEXT_METHODS)
+    return any(isfunction(method) and method.__module__ != "enum" for method in methods)
+
+
+def _check_classes(self: BuiltinVariable, _: Any, args: list[VariableTracker], __: Any) -> None:
+    """Leave operators that Python code defines for a class to the user's own code."""
+    function = self.fn
+    if any(function is each for each in _ASK_CLASSES):
+        return
+    names = _TEXT_METHODS if makes_text(function) else _OPERATORS
+    for _, value in operands(args):
+        if isinstance(value, type) and (
+            _defines(type(value), names) or (function is operator.getitem and _defines_items(value))
+        ):
+            leave_to_user(f"dynamo does not trace operators that Python code defines for {value.__name__}")
+
+
+def _defines(metaclass: type, names: Iterable[str]) -> bool:
+    """Return True if Python code defines one of these methods for the objects of a metaclass."""
+    if issubclass(metaclass, enum.EnumMeta):
+        return False
+    return metaclass is not type and any(isfunction(getattr(metaclass, name, None)) for name in names)
+
+
+def _defines_items(kind: type) -> bool:
+    """Return True if code of the user defines `__class_getitem__` of a class."""
+    home = next((base for base in kind.__mro__ if "__class_getitem__" in vars(base)), None)
+    if home is None or home.__module__.partition(".")[0] in ("typing", "torch"):
+        return False
+    return isfunction(getattr(getattr_static(home, "__class_getitem__"), "__func__", None))
