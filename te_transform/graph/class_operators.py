@@ -50,7 +50,12 @@ def operands(args: Iterable[VariableTracker]) -> Iterator[tuple[VariableTracker,
             continue
         variable = each.realize()
         for item in (variable, *(variable.items if isinstance(variable, BaseListVariable) else ())):
-            yield item, item.value if isinstance(item, _HAVE_VALUES) else None
+            yield item, users_value(item)
+
+
+def users_value(variable: VariableTracker) -> Any:
+    """Return the class, or the object of a user's class, behind a variable, or None if it is neither."""
+    return variable.value if isinstance(variable, _HAVE_VALUES) else None
 
 
 def makes_text(function: Any) -> bool:
@@ -59,9 +64,8 @@ def makes_text(function: Any) -> bool:
 
 
 def defines_text(kind: type) -> bool:
-    """Return True if Python code outside of the enum module defines the texts of a class."""
-    methods = (getattr(kind, name, None) for name in _TEXT_METHODS)
-    return any(isfunction(method) and method.__module__ != "enum" for method in methods)
+    """Return True if Python code of the user makes the texts of the objects of a class."""
+    return _defines(kind, _TEXT_METHODS)
 
 
 def _check_classes(self: BuiltinVariable, _: Any, args: list[VariableTracker], __: Any) -> None:
@@ -69,19 +73,26 @@ def _check_classes(self: BuiltinVariable, _: Any, args: list[VariableTracker], _
     function = self.fn
     if any(function is each for each in _ASK_CLASSES):
         return
-    names = _TEXT_METHODS if makes_text(function) else _OPERATORS
     for _, value in operands(args):
-        if isinstance(value, type) and (
-            _defines(type(value), names) or (function is operator.getitem and _defines_items(value))
-        ):
-            leave_to_user(f"dynamo does not trace operators that Python code defines for {value.__name__}")
+        if isinstance(value, type):
+            names = _TEXT_METHODS if makes_text(function) else _OPERATORS
+            is_folded = _defines(type(value), names) or (
+                function is operator.getitem and _defines_items(value)
+            )
+        else:  # PyTorch 2.11 folds operators of enums too
+            is_folded = not IS_2_13 and isinstance(value, enum.Enum) and _defines(type(value), _OPERATORS)
+        if is_folded:
+            leave_to_user(f"dynamo does not trace operators that Python code defines for {_name_of(value)}")
 
 
-def _defines(metaclass: type, names: Iterable[str]) -> bool:
-    """Return True if Python code defines one of these methods for the objects of a metaclass."""
-    if issubclass(metaclass, enum.EnumMeta):
-        return False
-    return metaclass is not type and any(isfunction(getattr(metaclass, name, None)) for name in names)
+def _name_of(value: Any) -> str:
+    return (value if isinstance(value, type) else type(value)).__name__
+
+
+def _defines(kind: type, names: Iterable[str]) -> bool:
+    """Return True if Python code outside of the enum module defines one of these methods of a class."""
+    methods = (getattr(kind, name, None) for name in names)
+    return any(isfunction(method) and method.__module__ != "enum" for method in methods)
 
 
 def _defines_items(kind: type) -> bool:

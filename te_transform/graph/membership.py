@@ -29,6 +29,7 @@ from torch._dynamo.variables.user_defined import (
     UserDefinedTupleVariable,
 )
 
+from te_transform.graph.class_operators import users_value
 from te_transform.graph.dynamo_patches import IS_2_13, Patch, around, leave_to_user
 
 
@@ -71,8 +72,7 @@ def _compare_all_items(
 
 def _is_compared_by_code(*compared: VariableTracker) -> bool:
     """Return True if the class of one of them, such as an enum, defines `__eq__` in Python."""
-    values = [variable.value for variable in compared if isinstance(variable, UserDefinedObjectVariable)]
-    return any(isfunction(type(value).__eq__) for value in values)
+    return any(isfunction(type(users_value(variable)).__eq__) for variable in compared)
 
 
 def _may_equal(item: VariableTracker, constant: Any) -> bool:
