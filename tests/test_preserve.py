@@ -19,7 +19,7 @@ import threading
 import warnings
 from array import array
 from collections import ChainMap, Counter, OrderedDict, UserDict, defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextvars import ContextVar
 from fractions import Fraction
@@ -771,3 +771,53 @@ def test_a_buffer_whose_base_is_written_is_put_back(name: str) -> None:
     with preserved(model):
         base.add_(5)
     assert torch.equal(model.held, before)
+
+
+calls_of_wrapped: list[str] = []
+
+
+@torch.no_grad()
+def averages_into(mean: list[float], x: Tensor) -> None:
+    calls_of_wrapped.append("function")
+    mean[0] = 0.9 * mean[0] + 0.1 * float(x.mean())
+
+
+@contextlib.contextmanager
+def counted() -> Iterator[None]:
+    calls_of_wrapped.append("context")
+    yield
+
+
+def averaging() -> Callable[[Tensor], None]:
+    mean = [0.0]
+
+    @torch.no_grad()
+    def average(x: Tensor) -> None:
+        averages_into(mean, x)
+
+    average.mean = mean
+    return average
+
+
+class OfWrappedFunctions(nn.Linear):
+    average = staticmethod(averaging())
+
+    @torch.no_grad()
+    def note(self) -> None:
+        calls_of_wrapped.append("method")
+
+    def forward(self, x: Tensor) -> Tensor:
+        with counted():
+            self.average(x)
+            self.note()
+        return super().forward(x)
+
+
+def test_state_of_functions_in_wrappers_of_libraries_is_put_back() -> None:
+    """Decorators of PyTorch and contextlib make functions of their own around the user's."""
+    model = OfWrappedFunctions(2, 2)
+    with preserved(model):
+        model(torch.ones(1, 2))
+        assert calls_of_wrapped == ["context", "function", "method"]
+    assert not calls_of_wrapped
+    assert model.average.mean == [0.0]
