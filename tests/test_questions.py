@@ -918,6 +918,21 @@ IDENTITY = {  # what the forward asks, and what makes each of the two objects
 }  # fmt: skip
 
 
+def test_a_guard_adds_no_key_to_a_dict() -> None:
+    """Two lists in a dict stay different: a later dict may make keys that are asked for."""
+
+    def forward(x: Tensor, held: dict[str, list[float]]) -> Tensor:
+        held["one"].append(1.0)
+        held.setdefault("other", [1.0]).append(2.0)
+        return x * held["other"][0]
+
+    run = capture(forward, lambda graph, inputs: graph.forward)
+    run(X, {"one": [], "other": [3.0]})
+    later = collections.defaultdict(lambda: [0.0])
+    assert torch.equal(run(X, later), X)
+    assert later == {"one": [0.0, 1.0], "other": [1.0, 2.0]}
+
+
 @pytest.mark.parametrize("name", IDENTITY)
 def test_two_objects_may_become_one(name: str) -> None:
     read, make = IDENTITY[name]

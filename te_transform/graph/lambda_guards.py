@@ -53,7 +53,10 @@ def while_unchanged(dicts: list[dict[Any, Any]], is_same: Callable[[], bool]) ->
 def guard_at_root(
     builder: Any, guard: Guard, name: str, ask: Callable[[Any], Hashable], question: str
 ) -> None:
-    """Guard the current answer of `ask` for the value of an expression such as "L['self'].held"."""
+    """Guard the current answer of `ask` for the value of an expression such as "L['self'].held".
+
+    The expression is evaluated once all other guards hold: in another dict, a missing key may be added.
+    """
     code, known = compile(name, "<guard>", "eval"), _globals_of(builder)
     answer = ask(value_of(builder, name))
 
@@ -63,7 +66,8 @@ def guard_at_root(
         except Exception:  # the value is not where it was
             return False
 
-    add_guard(builder.guard_manager.root, guard, is_same, description(question, answer))
+    code_parts = guards.get_verbose_code_parts([description(question, answer)], guard)
+    builder.guard_manager.root.add_epilogue_lambda_guard(is_same, code_parts, guard.user_stack)
 
 
 def description(question: str, answer: Hashable) -> str:
