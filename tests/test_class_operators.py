@@ -1,5 +1,6 @@
 """Operators of classes and enums that Python code defines: dynamo folds them while it traces."""
 
+import collections
 import enum
 import math
 import sys
@@ -75,6 +76,23 @@ class Equal(enum.Enum):
     __hash__ = enum.Enum.__hash__
 
 
+class Name(str):
+    def __format__(self, how: str) -> str:
+        return str(answers["now"])
+
+
+class Table(collections.OrderedDict[str, float]):
+    def __repr__(self) -> str:
+        return str(answers["now"])
+
+
+class Scale(float):
+    def __float__(self) -> float:
+        return answers["now"]
+
+
+name_of_users, table_of_users, scale_of_users = Name("a"), Table(a=1.0), Scale(3.0)
+
 READS: dict[str, Callable[[], float]] = {
     "an item of a class": lambda: Items["a"],
     "an item by a metaclass": lambda: Registry["a"],
@@ -91,6 +109,9 @@ READS: dict[str, Callable[[], float]] = {
     "a text of an enum": lambda: float(f"{Choice.ONE}"),
     "a text of an enum by %": lambda: float("%s" % Choice.ONE),  # noqa: UP031
     "a value that an enum lacks": lambda: float(Choice(5).value),
+    "a text of a str": lambda: float(f"{name_of_users}"),
+    "a text of an OrderedDict": lambda: float(repr(table_of_users)),
+    "a number of a float": lambda: float(scale_of_users),
     "an equal enum": lambda: 2.0 if Equal.ONE in (Equal.OTHER,) else 3.0,
 }
 

@@ -1,6 +1,7 @@
-"""Operators that Python code of a metaclass defines, and that dynamo folds without a guard.
+"""Operators that Python code of a class defines, and that dynamo folds without a guard.
 
-Dynamo computes `Registry["gelu"]`, `len(Registry)` or `One | Other` while it traces.
+Dynamo computes `Registry["gelu"]`, `len(Registry)` or `One | Other` while it traces, if a metaclass defines
+them. For the text of a str or the number of an int with a class of its own, dynamo asks the base class.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ _CONVERSIONS = frozenset((
     "__next__", "__rdivmod__", "__reversed__", "__round__",
 ))  # fmt: skip
 _OPERATORS = _BINARY | _CONVERSIONS | frozenset(f"__r{name[2:]}" for name in _BINARY)
+_BUILT_IN = (int, float, complex, str, bytes, set, frozenset, dict, list, tuple)  # dynamo asks the base class
 # functions that call no operator of a class
 _ASK_CLASSES = (
     isinstance, issubclass, type, getattr, hasattr, setattr, delattr, callable, id, super, operator.is_,
@@ -74,19 +76,21 @@ def _check_classes(self: BuiltinVariable, _: Any, args: list[VariableTracker], _
     if any(function is each for each in _ASK_CLASSES):
         return
     for _, value in operands(args):
-        if isinstance(value, type):
-            names = _TEXT_METHODS if makes_text(function) else _OPERATORS
-            is_folded = _defines(type(value), names) or (
-                function is operator.getitem and _defines_items(value)
-            )
-        else:  # PyTorch 2.11 folds operators of enums too
-            is_folded = not IS_2_13 and isinstance(value, enum.Enum) and _defines(type(value), _OPERATORS)
-        if is_folded:
-            leave_to_user(f"dynamo does not trace operators that Python code defines for {_name_of(value)}")
+        if _is_folded(function, value):
+            name = (value if isinstance(value, type) else type(value)).__name__
+            leave_to_user(f"dynamo does not trace operators that Python code defines for {name}")
 
 
-def _name_of(value: Any) -> str:
-    return (value if isinstance(value, type) else type(value)).__name__
+def _is_folded(function: Any, value: Any) -> bool:
+    """Return True if Python code defines a method that dynamo does not call for an operand."""
+    texts = _TEXT_METHODS if makes_text(function) else frozenset[str]()
+    if isinstance(value, type):
+        is_item = function is operator.getitem and _defines_items(value)
+        return is_item or _defines(type(value), texts or _OPERATORS)
+    if isinstance(value, enum.Enum):  # the texts have guards; PyTorch 2.11 folds operators too
+        return not IS_2_13 and _defines(type(value), _OPERATORS)
+    numbers = (f"__{function.__name__}__",) if function in (int, float, complex) else ()
+    return isinstance(value, _BUILT_IN) and _defines(type(value), texts or numbers)
 
 
 def _defines(kind: type, names: Iterable[str]) -> bool:
