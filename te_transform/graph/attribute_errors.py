@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import types
-import weakref
+import collections
 from collections.abc import Callable, Iterator
 from inspect import getattr_static
 from typing import Any, NoReturn
 
 from torch._dynamo import variables
 from torch._dynamo.exc import raise_observed_exception
-from torch._dynamo.variables import BuiltinVariable, ConstantVariable, TensorVariable
+from torch._dynamo.variables import BuiltinVariable, ConstantVariable
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.misc import ExceptionVariable, GetAttrVariable
 
@@ -18,7 +17,7 @@ from te_transform.graph.class_operators import makes_text, operands
 from te_transform.graph.dynamo_patches import IS_2_13, Patch, around, call_before, leave_to_user
 
 _NOWHERE = object()
-_ASK_OTHERS = (super, types.MethodType, types.GenericAlias, *weakref.ProxyTypes)  # have attributes of others
+_KNOWN_CONTAINERS = (list, dict, tuple, set, frozenset, collections.deque, range)
 
 
 def attribute_patches() -> Iterator[Patch]:
@@ -56,23 +55,19 @@ def _check_deleted(self: BuiltinVariable, tx: Any, args: list[VariableTracker], 
 def _raise_if_missing(
     own: Callable[..., Any], self: Any, tx: Any, args: list[VariableTracker], kwargs: Any
 ) -> Any:
-    """Raise if a tensor or a built-in object lacks an attribute; dynamo raises once the value is used."""
+    """Raise if a built-in container lacks an attribute; dynamo raises once the value is used."""
     out = own(self, tx, args, kwargs)
     if not isinstance(out, GetAttrVariable) or len(args) != 2 or not (IS_2_13 or self.fn is getattr):
         return out
     owner, name = (given.realize() for given in args)
-    if isinstance(owner, TensorVariable):
-        _check_attribute(tx, owner, name)
-    elif _lacks(_type_of(owner), name.as_python_constant()):
+    if _lacks(_type_of(owner), name.as_python_constant()):
         _raise_missing(tx, owner, name)
     return out
 
 
 def _lacks(kind: type | None, name: str) -> bool:
-    """Return True if no object of a class has an attribute: the objects hold no names of their own."""
-    if kind is None or kind.__dictoffset__ or issubclass(kind, _ASK_OTHERS):
-        return False
-    return not hasattr(kind, "__getattr__") and getattr_static(kind, name, _NOWHERE) is _NOWHERE
+    """Return True if an object of a built-in container has no attribute of this name."""
+    return kind in _KNOWN_CONTAINERS and getattr_static(kind, name, _NOWHERE) is _NOWHERE
 
 
 def _check_attribute(tx: Any, owner: VariableTracker, name: VariableTracker) -> None:

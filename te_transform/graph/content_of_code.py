@@ -42,7 +42,7 @@ def is_of_a_user(home: Any) -> bool:
     return package not in ("torch", "te_transform") and package not in sys.stdlib_module_names
 
 
-def without_wrappers(value: Any) -> Any:
+def users_function(value: Any) -> Any:
     """Return the user's function in the wrappers that libraries make, as torch.no_grad() around a method."""
     while isinstance(value, types.FunctionType) and not is_of_a_user(home_of(value)):
         if not isinstance(wrapped := vars(value).get("__wrapped__"), types.FunctionType):
@@ -95,7 +95,7 @@ def _attribute_functions(attribute: Any) -> list[types.FunctionType]:
         functions = [attribute.__func__]
     else:
         functions = [getattr(attribute, "func", attribute)]  # of functools.cached_property
-    return [without_wrappers(each) for each in functions if isinstance(each, types.FunctionType)]
+    return [users_function(each) for each in functions if isinstance(each, types.FunctionType)]
 
 
 class OfFunction(Named):

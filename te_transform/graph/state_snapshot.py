@@ -23,7 +23,7 @@ from te_transform.graph.content_of_code import (
     constructors_of,
     holds_values,
     is_of_a_user,
-    without_wrappers,
+    users_function,
 )
 from te_transform.graph.content_of_library import Copied, Unsaved, copied, kind_of
 
@@ -149,7 +149,7 @@ class Noted:
 
     def _note(self, value: Any) -> None:
         if isinstance(value, types.FunctionType):
-            self._enter(without_wrappers(value))
+            self._enter(users_function(value))
         elif isinstance(value, types.ModuleType):
             for variables, name in self._code.add_module(value):
                 self._note_variable(variables, name)
@@ -203,7 +203,7 @@ class Noted:
         if content is None:
             content = self._of_modules[id(variables)] = OfModule(variables)
             self.contents.append(content)
-        if isinstance(variable := without_wrappers(content.note(name)), types.ModuleType):
+        if isinstance(variable := users_function(content.note(name)), types.ModuleType):
             self._note(variable)
         elif not isinstance(variable, (type, types.FunctionType)) or self._code.follows(home_of(variable)):
             self._lead(content, (variable,))
