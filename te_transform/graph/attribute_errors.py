@@ -13,7 +13,7 @@ from torch._dynamo.variables import BuiltinVariable, ConstantVariable
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.misc import ExceptionVariable, GetAttrVariable
 
-from te_transform.graph.class_operators import makes_text, operands
+from te_transform.graph.class_operators import is_unwrapped, makes_text, operands
 from te_transform.graph.dynamo_patches import IS_2_13, Patch, around, call_before, leave_to_user
 
 _NOWHERE = object()
@@ -37,7 +37,8 @@ def check_method(variable: VariableTracker, name: str) -> None:
 
 
 def _leave_text(self: BuiltinVariable, _: Any, args: list[VariableTracker], __: Any) -> None:
-    if makes_text(self.fn) and any(isinstance(given, ExceptionVariable) for given, _ in operands(args)):
+    given = [each for each, _ in operands(args) if makes_text(self.fn) and not is_unwrapped(each)]
+    if any(isinstance(each, ExceptionVariable) for each in given):
         leave_to_user("it reads the text of an exception, and dynamo's texts differ from Python's")
 
 
@@ -57,7 +58,8 @@ def _raise_if_missing(
 ) -> Any:
     """Raise if a built-in container lacks an attribute; dynamo raises once the value is used."""
     out = own(self, tx, args, kwargs)
-    if not isinstance(out, GetAttrVariable) or len(args) != 2 or not (IS_2_13 or self.fn is getattr):
+    is_lookup = len(args) == 2 and (IS_2_13 or self.fn is getattr)
+    if not is_lookup or is_unwrapped(out) or not isinstance(out, GetAttrVariable):
         return out
     owner, name = (given.realize() for given in args)
     if _lacks(_type_of(owner), name.as_python_constant()):

@@ -10,7 +10,7 @@ import enum
 import operator
 from collections.abc import Iterable, Iterator
 from inspect import getattr_static, isfunction
-from typing import Any
+from typing import Any, TypeGuard
 
 from torch._dynamo import variables
 from torch._dynamo.variables import BaseListVariable, BuiltinVariable, LazyVariableTracker
@@ -44,20 +44,27 @@ def operator_patches() -> Iterator[Patch]:
 def operands(args: Iterable[VariableTracker]) -> Iterator[tuple[VariableTracker, Any]]:
     """Yield the arguments of a function, and the items of lists and tuples among them, with their values.
 
-    The value is None if it is no class and no object of a user's class.
+    The value of a variable that dynamo has wrapped is None if it is no class and no object of a user's class.
     """
     for each in args:
-        if isinstance(each, LazyVariableTracker) and not each.is_realized():
-            yield each, each.original_value()
-            continue
-        variable = each.realize()
-        for item in (variable, *(variable.items if isinstance(variable, BaseListVariable) else ())):
-            yield item, users_value(item)
+        yield each, users_value(each)
+        if not is_unwrapped(each) and isinstance(each, BaseListVariable):
+            yield from ((item, users_value(item)) for item in each.items)
 
 
 def users_value(variable: VariableTracker) -> Any:
-    """Return the class, or the object of a user's class, behind a variable, or None if it is neither."""
+    """Return the value of a variable that dynamo has not wrapped yet, and leave it so.
+
+    Of other variables, return the class, or the object of a user's class, or None if it is neither.
+    """
+    if is_unwrapped(variable):
+        return variable.original_value()
     return variable.value if isinstance(variable, _HAVE_VALUES) else None
+
+
+def is_unwrapped(variable: VariableTracker) -> TypeGuard[LazyVariableTracker]:
+    """Return True if dynamo has not wrapped a value yet. isinstance() with another class would wrap it."""
+    return isinstance(variable, LazyVariableTracker) and not variable.is_realized()
 
 
 def makes_text(function: Any) -> bool:

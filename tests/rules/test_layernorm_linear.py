@@ -254,7 +254,7 @@ REFUSES = {
     "a scale of several dimensions": unknown(lambda m, x: x * root(x) * m.w[None, None]),
     "a computed scale": unknown(lambda m, x: F.rms_norm(x, (H,)) * m.w.exp()),
     "two scales": unknown(lambda m, x: F.rms_norm(x, (H,), m.w) * m.w),
-    "a sum over the width": unknown(lambda m, x: x * (x.square().sum(-1, keepdim=True) / H + 1e-6).rsqrt()),
+    "a sum over less": unknown(lambda m, x: x * (x.square().sum(-1, keepdim=True) / (H - 1) + 1e-6).rsqrt()),
     "no eps": unknown(lambda m, x: x * x.pow(2).mean(-1, keepdim=True).rsqrt() * m.w),
     "a least square": unknown(lambda m, x: m.w * x * x.pow(2).mean(-1, True).clamp(min=1e-6).rsqrt()),
     "a length": unknown(lambda m, x: x / (x.norm(dim=-1, keepdim=True) * H**-0.5 + 1e-8), "div"),
