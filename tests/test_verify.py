@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch._dynamo.convert_frame import compile_lock
 from torch.utils.checkpoint import checkpoint
 
@@ -37,6 +37,7 @@ from te_transform.verify.replay import Run, Subject, in_double, run
 from te_transform.verify.variations import variations
 from te_transform.verify.verification import Verification
 from te_transform.verify.verify import verify
+from tests.compilers import Compiler
 from tests.models.tiny import WIDTH, Tiny
 from tests.zoo import CASES, seeded
 
@@ -302,6 +303,43 @@ def test_bisecting_finds_what_fails_alone_and_what_fails_together() -> None:
 
 
 @pytest.mark.usefixtures("as_given")
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_compiled_graphs_are_compared(dropout: float, compilations: Compiler) -> None:
+    model = nn.Sequential(tiny(), nn.Dropout(dropout))
+    converted = te_transform.convert(model, X, compile=True, verify=False)
+    verification = verify(model, converted, X)
+    assert verification
+    assert compilations
+    labels = {row.inputs for row in verification.rows if row.inputs.endswith("compiled")}
+    compared = {"example inputs, training, compiled", "example inputs, evaluation, no gradients, compiled"}
+    assert labels == {label for label in compared if "training" not in label or not dropout}
+    assert len(verification.notes) == bool(dropout)
+
+
+@pytest.mark.parametrize("what", ["outputs", "gradients"])
+def test_what_compiled_graphs_alone_have_wrong_is_found(what: str, compilations: Compiler) -> None:
+    model, trace = tiny(), compilations.compile
+
+    def wrong(graph: fx.GraphModule, arguments: list[Any]) -> Callable[..., Any]:
+        right = trace(graph, arguments)
+
+        def run(*given: Any) -> Any:
+            outputs = right(*given)
+            if what == "gradients":
+                return [2 * out - out.detach() if out.requires_grad else out for out in outputs]
+            return [1.01 * out for out in outputs]
+
+        return run
+
+    compilations.compile = wrong
+    converted = te_transform.convert(model, X, compile=True, verify=False)
+    verification = verify(model, converted, X)
+    failing = {row.inputs for row in verification.rows if not row.ok}
+    assert "example inputs, training, compiled" in failing
+    assert all(label.endswith("compiled") for label in failing)
+    assert not verification.guilty
+
+
 def test_a_changed_weight_is_found() -> None:
     model = tiny()
     converted = te_transform.convert(model, X)

@@ -126,13 +126,16 @@ def judge(
     """Run the contenders and compare their outputs, and their gradients if gradients are enabled.
 
     If the converted model raises, the result is one failing row. If the reference raises in fp64, a row says
-    why, and the original replaces it. `settled`: see compare_with_draws().
+    why, and the original replaces it. `settled`: see compare_with_draws(). Compiled code draws other random
+    numbers, so a forward that draws any is not compared.
 
     Raises:
         OriginalError: the original raised, or memory ran out in fp64 and `large` is False.
     """
     original, emulation = contenders.original, contenders.emulation
     own = _run_original(original, inputs, emulation)
+    if contenders.converted.is_compiled and (own.drops or own.drawn):
+        return []
 
     def drawn(seed: int) -> Run:
         # random rounding applies to results that require a gradient

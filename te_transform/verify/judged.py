@@ -108,6 +108,7 @@ class Judged(GraphMode):
 
     Attributes:
         drawn: The random numbers of the run.
+        drops: True if the mode has disabled a dropout that was on.
     """
 
     def __init__(
@@ -116,12 +117,14 @@ class Judged(GraphMode):
         super().__init__()
         self.double = double
         self.drawn: list[Tensor] = []
+        self.drops = False
         self._given = None if drawn is None else iter(drawn)
         self.seeds = None if rounding is None else random.Random(rounding)
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         known = _torch_function(func)
+        self.drops |= active_probability(func, args, kwargs) > 0
         if known in _RANDOM_FUNCTIONS:
             return torch.dropout(args[0] if args else kwargs["input"], 0.0, False)
         if known in _DROPOUT_P:

@@ -27,13 +27,15 @@ Context = Callable[[], contextlib.AbstractContextManager]
 class Subject:
     """The callable to run, its parameters by name, and a context for both forward and backward.
 
-    `pull_back` turns gradients of these parameters into gradients of the parameters to compare.
+    `pull_back` turns gradients of these parameters into gradients of the parameters to compare. No function
+    mode sees a subject with `is_compiled`, so its dropouts stay on.
     """
 
     call: Callable[..., Any]
     parameters: Callable[[], Iterable[tuple[str, Tensor]]]
     within: Context = contextlib.nullcontext
     pull_back: Callable[[dict[str, Tensor]], dict[str, Tensor]] = dict
+    is_compiled: bool = False
 
     @classmethod
     def of(cls, model: nn.Module, within: Context = contextlib.nullcontext) -> Subject:
@@ -51,13 +53,14 @@ class Subject:
 class Run:
     """The outputs and gradients, by name, of a forward and the backward of sum(output * cotangent).
 
-    `drawn` has the random numbers of both.
+    `drawn` has the random numbers of both. `drops` is True if a dropout of the forward would be on.
     """
 
     outputs: dict[str, Tensor]
     gradients: dict[str, Tensor]
     cotangents: dict[str, Tensor]
     drawn: Sequence[Tensor] = ()
+    drops: bool = False
 
 
 def run(
@@ -81,7 +84,8 @@ def run(
         drawn: The random numbers of another run, in place of new ones.
     """
     args, kwargs, leaves = _copies_and_leaves(inputs, double)
-    mode = Judged(double, rounding, drawn)
+    judged = Judged(double, rounding, drawn)
+    mode = contextlib.nullcontext() if subject.is_compiled else judged
     with subject.within(), _default_dtype(double), same_random(tree_leaves((args, kwargs))):
         trained = {name: tensor for name, tensor in subject.parameters() if tensor.requires_grad}
         with mode:
@@ -96,7 +100,7 @@ def run(
         gradients = subject.pull_back(own) | {n: g for n, g in gradients.items() if n not in trained}
         gradients = {name: _as_real(gradient) for name, gradient in gradients.items()}
     detached = {name: out.detach() for name, out in outputs.items()}
-    return Run(detached, gradients, dict(cotangents), mode.drawn)
+    return Run(detached, gradients, dict(cotangents), judged.drawn, judged.drops)
 
 
 @contextlib.contextmanager

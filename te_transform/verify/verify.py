@@ -41,9 +41,10 @@ def verify(
     model has an attention_mask. Updated buffers, and inputs that a forward writes to, are compared as
     outputs.
 
-    A converted model: all sites run fused at any size. On the example inputs in training mode, the model also
-    runs as outside of verify(), where calls with few tokens run unfused. Effects of torch.compile and CUDA
-    graphs are not compared. A model in FP8 is compared with an ideal emulation of FP8. After a failure,
+    A converted model: all sites run fused at any size. On the example inputs, the model also runs as outside
+    of verify(): in training, where calls with few tokens run unfused, or compiled. Compiled code draws other
+    random numbers, so with dropout it runs without gradients only. CUDA graphs, and compiled graphs in FP8,
+    are not compared. A model in FP8 is compared with an ideal emulation of FP8. After a failure,
     subsets of the sites run to find the guilty ones.
 
     Any other module: it runs as it is, compiled or quantized. Models in float32 also run under autocast to

@@ -185,12 +185,6 @@ def test_modes_and_transforms_see_the_uncompiled_operations(act: Act, compilatio
     assert not compilations
 
 
-def test_verify_checks_the_uncompiled_graph(compilations: Compiler) -> None:
-    pair = compiled_pair(Block)
-    assert te_transform.verify(pair.original, pair.converted, pair.x)
-    assert not compilations
-
-
 class Writes(nn.Module):
     """A forward that writes to its first argument, which may share memory with the second."""
 

@@ -7,6 +7,7 @@ tests/gpu tests TE's kernels and inductor alike.
 import copy
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ import te_transform
 from te_transform.backends.fp8.products import Scaling
 from te_transform.backends.fp8.registry import state_of
 from te_transform.execution import lm_head
+from te_transform.verify.conversion import Conversion
 from tests.attacks import Attends, Block
 from tests.compilers import Compiler
 from tests.conversions import ALL, gradients, run
@@ -490,3 +492,8 @@ def test_sites_that_a_precision_plan_excludes_compile_without_fp8(compilations: 
     for _ in range(2):
         pair.hold(trained)
     assert [node for node in compilations[0][0].graph.nodes if "state" in node.kwargs] == []
+
+
+def test_verify_compares_no_compiled_graphs() -> None:
+    pair, recipes = of_module(Block), Mock()  # the stand-in cannot be emulated
+    assert Conversion(pair.eager, pair.compiled, recipes).modes == ()
