@@ -37,8 +37,9 @@ def check_method(variable: VariableTracker, name: str) -> None:
 
 
 def _leave_text(self: BuiltinVariable, _: Any, args: list[VariableTracker], __: Any) -> None:
-    given = [each for each, _ in operands(args) if makes_text(self.fn) and not is_unwrapped(each)]
-    if any(isinstance(each, ExceptionVariable) for each in given):
+    if not makes_text(self.fn):
+        return
+    if any(not is_unwrapped(each) and isinstance(each, ExceptionVariable) for each, _ in operands(args)):
         leave_to_user("it reads the text of an exception, and dynamo's texts differ from Python's")
 
 
@@ -49,8 +50,12 @@ def _leave_arguments(_: ExceptionVariable, __: Any, name: str) -> None:
 
 def _check_deleted(self: BuiltinVariable, tx: Any, args: list[VariableTracker], _: Any) -> None:
     """Raise if an object lacks the attribute that the forward deletes, where dynamo deletes nothing."""
-    if self.fn is delattr and len(args) == 2:
-        _check_attribute(tx, *args)
+    if self.fn is not delattr or len(args) != 2:
+        return
+    trace = VariableTracker.build(tx, hasattr).call_function
+    is_there = trace(tx, args, {})
+    if is_there.is_python_constant() and not is_there.as_python_constant():
+        _raise_missing(tx, *args)
 
 
 def _raise_if_missing(
@@ -70,13 +75,6 @@ def _raise_if_missing(
 def _lacks(kind: type | None, name: str) -> bool:
     """Return True if an object of a built-in container has no attribute of this name."""
     return kind in _KNOWN_CONTAINERS and getattr_static(kind, name, _NOWHERE) is _NOWHERE
-
-
-def _check_attribute(tx: Any, owner: VariableTracker, name: VariableTracker) -> None:
-    trace = VariableTracker.build(tx, hasattr).call_function
-    is_there = trace(tx, [owner, name], {})
-    if is_there.is_python_constant() and not is_there.as_python_constant():
-        _raise_missing(tx, owner, name)
 
 
 def _raise_missing(tx: Any, owner: VariableTracker, name: VariableTracker) -> NoReturn:
